@@ -1,0 +1,56 @@
+"""What the user chose. Frozen: nobody writes to it after start; derived numbers live with whoever derives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+StateDType = Literal["float32", "bfloat16", "float64"]
+
+
+def option(default: Any, text: str, unit: str = "") -> Any:
+    """A field that becomes a command line flag: `text` is its help and its line in the docs."""
+    return field(default=default, metadata={"help": text, "unit": unit})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Every field is a flag of the command line: `max_num_seqs` is `--max-num-seqs`.
+
+    Raises ValueError from the constructor for values that no model and no machine could honour.
+    """
+
+    model: str | None = option(None, "checkpoint folder or hub id; without it the built-in model")
+    served_model_name: str | None = option(None, "the model's name in the API; by default the folder's name or hub id")
+    revision: str | None = option(None, "branch, tag or commit of a hub id")
+    device: Device = option("auto", "auto takes the GPU where there is one")
+    dtype: DType = option("auto", "weights and activations; auto is the checkpoint's on a GPU and float32 on a CPU")
+    state_dtype: StateDType = option("float32", "recurrent matrices of the gated delta nets; bfloat16 drifts")
+    max_model_len: int | None = option(None, "longest prompt plus output; by default the model's", "tokens")
+    max_num_seqs: int = option(64, "requests that run at once")
+    max_num_batched_tokens: int = option(2048, "tokens computed in one step; long prompts are cut to it", "tokens")
+    cache_memory_gib: float | None = option(
+        None, "memory for KV blocks and state slots; by default what is free, at most 4 on a CPU", "GiB"
+    )
+    num_blocks: int | None = option(None, "KV blocks of 64 tokens; by default from the cache memory")
+    num_slots: int | None = option(None, "state slots; by default from max_num_seqs")
+    num_threads: int | None = option(None, "CPU threads of the tensor library; by default its own choice")
+    max_waiting: int = option(1024, "requests that may wait; one more is answered 503")
+    seed: int = option(0, "seeds requests that bring none")
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "num_slots", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.max_waiting < 0:
+            raise ValueError(f"max_waiting is {self.max_waiting}; it must be at least 0")
+        if self.cache_memory_gib is not None and not self.cache_memory_gib > 0:
+            raise ValueError(f"cache_memory_gib is {self.cache_memory_gib}; it must be above 0")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: "
+                "a step could not hold one token of each request; raise the first or lower the second"
+            )

@@ -1,0 +1,77 @@
+"""The seam between who and how: a plan goes down, a result comes up. Integers only, no tensor.
+
+A *seat* is a row of the runner's tables that a request keeps while it runs. Everything that outlives a step is keyed
+by seat, never by the position of a row in a batch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from deltaserve.core.request import SamplingParams, TokenLogprobs
+
+NO_SLOT = -1
+"""As a read slot: the zero state. As a write slot: do not keep."""
+
+
+class Seating(msgspec.Struct, frozen=True, kw_only=True):
+    """A request takes a seat: what the runner must know of it while it runs. Sent once per admission."""
+
+    seat: int
+    token_ids: list[int]
+    """All tokens known now: the prompt, and after a preemption the output so far."""
+    num_prompt: int
+    params: SamplingParams
+    """`seed` is always set here; `stop_token_ids` holds all ids that end the request, end-of-text included."""
+    blocks: tuple[int, ...] = ()
+    """KV blocks of a prefix that need not be computed."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request computes in this step, and where its memory is.
+
+    The row's tokens are number `start` to `start + num_tokens - 1` of its sequence. Those the scheduler has not seen
+    yet (the last sampled token, the drafts) the runner takes from the seat.
+    """
+
+    seat: int
+    start: int
+    """Tokens of this sequence that are already in the cache."""
+    num_tokens: int
+    num_drafts: int = 0
+    """How many of the tokens, at the end, are drafts to be verified."""
+    samples: bool
+    """The row reaches the end of the known tokens: its result has at least one new token."""
+    new_blocks: tuple[int, ...] = ()
+    """Appended to the seat's block table before the step."""
+    read_slot: int = NO_SLOT
+    """The state before the row's first token."""
+    write_slots: tuple[int, ...] = ()
+    """The state after each token; one per token."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. Rows that only extend (`num_decode` of them, 1 + drafts tokens each) come first, prefill rows after."""
+
+    step: int
+    seatings: list[Seating] = []
+    rows: list[Row]
+    num_decode: int
+
+
+class RowResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one row gave. `len(token_ids)` is 0 for a chunk that is not the last, else accepted drafts + 1."""
+
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """For the prompt tokens `start + 1` to `start + num_tokens` that exist, when asked for."""
+    error: str | None = None
+    """The logits were not finite: this request cannot go on."""
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of one plan, row by row in the plan's order."""
+
+    step: int
+    rows: list[RowResult]
