@@ -5,9 +5,14 @@ Shape letters: B rows of the step, T tokens of the step (no padding), N the long
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+
+Derived = TypeVar("Derived")
 
 BLOCK = 64
 """Tokens in one KV block."""
@@ -50,3 +55,85 @@ class Layout:
     block_table: Tensor
     kv_index: Tensor
     context_len: Tensor
+
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What `once` has derived so far; dies with the layout."""
+
+    def once(self, derive: Callable[[Layout, Segment], Derived], segment: Segment) -> Derived:
+        """`derive(self, segment)`, computed at the first layer that asks and shared by the others.
+
+        The tensors of a layout are not changed after the first call.
+        """
+        key = (derive, segment.token_start)
+        if key not in self.memo:
+            self.memo[key] = derive(self, segment)
+        result: Derived = self.memo[key]
+        return result
+
+    @staticmethod
+    def from_rows(
+        lengths: Sequence[int],
+        *,
+        num_step: int = 0,
+        starts: Sequence[int] | None = None,
+        read_slots: Sequence[int] | None = None,
+        write_slots: Sequence[Sequence[int]] | None = None,
+        blocks: Sequence[Sequence[int]] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Layout:
+        """The layout of rows given as plain integers; -1 wherever nothing is given.
+
+        lengths        tokens of each row; the first `num_step` rows, all equally long, are the step segment
+        starts         tokens of each row's sequence before this step; 0 by default
+        read_slots     one per row
+        write_slots    one per token of each row
+        blocks         KV blocks of each row's sequence, enough for starts + lengths
+        """
+        rows = range(len(lengths))
+        starts = [0 for _ in rows] if starts is None else starts
+        read_slots = [-1 for _ in rows] if read_slots is None else read_slots
+        write_slots = [[-1] * length for length in lengths] if write_slots is None else write_slots
+        blocks = [[] for _ in rows] if blocks is None else blocks
+        assert all(len(slots) == length for slots, length in zip(write_slots, lengths, strict=True)), (
+            "layout: one write slot per token"
+        )
+        positions = [[starts[row] + i for i in range(lengths[row])] for row in rows]
+        table = torch.full((len(lengths), max(map(len, blocks), default=0)), -1, dtype=torch.int32)
+        for row in rows:
+            table[row, : len(blocks[row])] = torch.tensor(blocks[row], dtype=torch.int32)
+        kv_index = [
+            blocks[row][position // BLOCK] * BLOCK + position % BLOCK if blocks[row] else -1
+            for row in rows
+            for position in positions[row]
+        ]
+
+        def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return Layout(
+            segments=_segments(lengths, num_step, device),
+            read_slot=tensor(read_slots),
+            write_slot=tensor([slot for slots in write_slots for slot in slots]),
+            position=tensor([position for row in positions for position in row]),
+            block_table=table.to(device),
+            kv_index=tensor(kv_index),
+            context_len=tensor([starts[row] + lengths[row] if blocks[row] else 0 for row in rows], torch.int32),
+        )
+
+
+def _segments(lengths: Sequence[int], num_step: int, device: torch.device | str) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
+    token = 0
+    for is_step, first, last in ((True, 0, num_step), (False, num_step, len(lengths))):
+        if first == last:
+            continue
+        own = lengths[first:last]
+        assert not is_step or len(set(own)) == 1, f"layout: rows of a step segment have {sorted(set(own))} tokens"
+        bounds = [0]
+        for length in own:
+            assert length > 0, "layout: a row has no token"
+            bounds.append(bounds[-1] + length)
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+        segments.append(Segment(is_step, first, last, token, token + bounds[-1], max(own), cu_seqlens))
+        token += bounds[-1]
+    return tuple(segments)

@@ -1,0 +1,1 @@
+"""Causal attention over keys and values kept in blocks."""

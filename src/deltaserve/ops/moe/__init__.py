@@ -1,0 +1,1 @@
+"""Sparse mixture of experts: routing and the experts themselves."""

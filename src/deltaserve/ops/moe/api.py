@@ -1,0 +1,44 @@
+"""Sparse mixture of experts. Knows routing and grouped products, not the shared expert beside them.
+
+Shape letters: T tokens, E experts, K experts per token, D hidden width, I inner width of an expert.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deltaserve.ops.moe import reference
+
+
+def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The `top_k` experts of each token by softmax, the most probable first; of equals the lowest id.
+
+    Name         Shape    Dtype       Meaning
+    logits       [T, E]   any float   the router's output
+    top_k        -        -           experts per token
+    renormalize  -        -           divide the chosen weights by their sum
+    returns      [T, K]   float32     weights (float64 for float64 input)
+                 [T, K]   int64       expert ids
+    """
+    assert 1 <= top_k <= logits_TE.shape[1], f"moe: {top_k} experts per token of {logits_TE.shape[1]}"
+    return reference.route(logits_TE, top_k, renormalize)
+
+
+def experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+    """Each token's experts, `w2 @ (silu(w1 @ x) * (w3 @ x))`, weighted and summed.
+
+    Name       Shape        Dtype       Meaning
+    x          [T, D]       any float   input
+    w13        [E, 2I, D]   as x        rows of the gate projection, then of the up projection
+    w2         [E, D, I]    as x        down projection
+    weights    [T, K]       float32     from `route`
+    ids        [T, K]       int64       from `route`; no id twice in a row
+    returns    [T, D]       as x
+    """
+    num_experts, double_inner, width = w13_E2ID.shape
+    assert x_TD.shape[1] == width, f"moe: the input is {x_TD.shape[1]} wide, the experts expect {width}"
+    assert w2_EDI.shape == (num_experts, width, double_inner // 2), (
+        f"moe: w13 {tuple(w13_E2ID.shape)} and w2 {tuple(w2_EDI.shape)} do not belong together"
+    )
+    assert weights_TK.shape == ids_TK.shape and ids_TK.shape[0] == x_TD.shape[0], "moe: weights, ids and x differ"
+    return reference.experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)

@@ -1,0 +1,1 @@
+"""Rotary position embedding on the first dimensions of each head."""
