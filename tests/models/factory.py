@@ -272,11 +272,11 @@ def _split_in_proj(tensors: dict[str, Tensor], config: Json) -> Iterator[tuple[s
         start = name[: name.index("in_proj_")] + "in_proj_"
         groups = tensor.reshape(num_k_heads, -1, tensor.shape[1])
         if name.endswith("in_proj_ba.weight"):
-            b, a = groups.split([ratio, ratio], 1)
+            b, a = torch.split(groups, [ratio, ratio], 1)
             yield f"{start}b.weight", b.flatten(0, 1)
             yield f"{start}a.weight", a.flatten(0, 1)
         else:
-            q, k, v, z = groups.split([k_dim, k_dim, ratio * v_dim, ratio * v_dim], 1)
+            q, k, v, z = torch.split(groups, [k_dim, k_dim, ratio * v_dim, ratio * v_dim], 1)
             yield f"{start}qkv.weight", torch.cat([part.flatten(0, 1) for part in (q, k, v)])
             yield f"{start}z.weight", z.flatten(0, 1)
 
