@@ -1,0 +1,43 @@
+"""What the engine tells of itself at one moment. Numbers only; knows no exporter and no text."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges are of now, counters run from the start. Blocks and slots are counted as ids, tokens as tokens."""
+
+    running: int
+    """Gauge: requests that hold a seat."""
+    waiting: int
+    """Gauge: requests that hold nothing yet, or nothing any more after a preemption."""
+    blocks_used: int
+    """Gauge: KV blocks that requests hold. Blocks that only the prefix index keeps are not in use."""
+    blocks_cached: int
+    """Gauge: KV blocks that only the prefix index keeps; they are given up when a request needs them."""
+    blocks_total: int
+    slots_used: int
+    """Gauge: state slots that requests hold."""
+    slots_cached: int
+    """Gauge: state slots that only the prefix index keeps."""
+    slots_total: int
+
+    steps: int
+    """Counter: plans made."""
+    prefilled_tokens: int
+    """Counter: tokens computed in prefill rows, those after a preemption included."""
+    cached_tokens: int
+    """Counter: prompt tokens that a prefix hit saved, once per request."""
+    generated_tokens: int
+    """Counter: tokens handed out; drafts that were refused and tokens behind a stop do not count."""
+    draft_tokens: int
+    """Counter: drafts that were verified."""
+    accepted_tokens: int
+    """Counter: drafts that were right."""
+    preemptions: int
+    """Counter: times a running request was sent back to wait."""
+    finished: dict[str, int]
+    """Counter by finish reason: "stop", "length", "error"."""
+    aborts: dict[str, int]
+    """Counter by reason, in the words of whoever aborted."""
