@@ -5,23 +5,29 @@ from __future__ import annotations
 import msgspec
 
 
+class CacheUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges, counted as ids. What only the prefix index keeps is not in use: it goes when a request needs room."""
+
+    blocks_used: int
+    """KV blocks that requests hold."""
+    blocks_cached: int
+    """KV blocks that only the prefix index keeps."""
+    blocks_total: int
+    slots_used: int
+    """State slots that requests hold."""
+    slots_cached: int
+    """State slots that only the prefix index keeps."""
+    slots_total: int
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges are of now, counters run from the start. Blocks and slots are counted as ids, tokens as tokens."""
+    """Gauges are of now; counters run from the start."""
 
     running: int
     """Gauge: requests that hold a seat."""
     waiting: int
     """Gauge: requests that hold nothing yet, or nothing any more after a preemption."""
-    blocks_used: int
-    """Gauge: KV blocks that requests hold. Blocks that only the prefix index keeps are not in use."""
-    blocks_cached: int
-    """Gauge: KV blocks that only the prefix index keeps; they are given up when a request needs them."""
-    blocks_total: int
-    slots_used: int
-    """Gauge: state slots that requests hold."""
-    slots_cached: int
-    """Gauge: state slots that only the prefix index keeps."""
-    slots_total: int
+    cache: CacheUsage
 
     steps: int
     """Counter: plans made."""
@@ -30,7 +36,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     """Counter: prompt tokens that a prefix hit saved, once per request."""
     generated_tokens: int
-    """Counter: tokens handed out; drafts that were refused and tokens behind a stop do not count."""
+    """Counter: tokens handed out; refused drafts and tokens behind a stop do not count."""
     draft_tokens: int
     """Counter: drafts that were verified."""
     accepted_tokens: int
