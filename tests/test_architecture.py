@@ -121,6 +121,7 @@ FENCES: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "cache/*",
             "core/plan.py",
+            "core/stats.py",
             "config.py",
             "runner/inputs.py",
             "runner/memory.py",
