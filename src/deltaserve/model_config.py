@@ -209,7 +209,7 @@ class _Reader:
         return value
 
     def unread(self) -> list[str]:
-        return sorted(key for key in self._values if key not in self._read)
+        return sorted(key for key, value in self._values.items() if key not in self._read and value is not None)
 
     def warn_of_unread(self) -> None:
         unknown = [key for key in self.unread() if key not in WITHOUT_EFFECT.split()]
@@ -241,7 +241,7 @@ def _read_layer_kinds(reader: _Reader, num_layers: int) -> tuple[LayerKind, ...]
         count = len(names) if isinstance(names, list) else _short(names)
         raise ValueError(f"config.json: layer_types must list {num_layers} layers (num_hidden_layers), not {count}")
     for layer, name in enumerate(names):
-        if name not in LAYER_TYPES:
+        if not isinstance(name, str) or name not in LAYER_TYPES:
             supported = ", ".join(LAYER_TYPES)
             raise ValueError(f"config.json: layer_types[{layer}] is {_short(name)}; supported: {supported}")
     kinds = tuple(LAYER_TYPES[name] for name in names)
@@ -296,27 +296,27 @@ def _read_mlp(reader: _Reader, num_layers: int) -> dict[str, Any]:
 
 def _read_rope(reader: _Reader) -> dict[str, Any]:
     """Rope at top level (`rope_theta`, `partial_rotary_factor`, `rope_scaling`) or in one `rope_parameters`."""
-    nested, scaling = reader.take("rope_parameters"), reader.take("rope_scaling")
-    for key, value in (("rope_parameters", nested), ("rope_scaling", scaling)):
+    nested, older = reader.take("rope_parameters"), reader.take("rope_scaling")
+    for key, value in (("rope_parameters", nested), ("rope_scaling", older)):
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"config.json: {key} is {_short(value)}; it must be an object or null")
-    if nested and scaling and nested != scaling:
+    if nested and older and nested != older:
         raise ValueError("config.json: rope_parameters and rope_scaling differ; remove one of them")
-    rope: dict[str, Any] = dict(nested or scaling or {})
+    rope: dict[str, Any] = dict(nested or older or {})
     for key in ("rope_theta", "partial_rotary_factor"):
         outer = reader.take(key)
         if outer is not None and rope.setdefault(key, outer) != outer:
             raise ValueError(f"config.json: {key} is {outer} at top level and {rope[key]} below; remove one of them")
-    rope_type = rope.pop("rope_type", rope.get("type")) or "default"
-    rope.pop("type", None)
-    inner = _Reader(rope, "rope_parameters.")
-    max_position = reader.size("max_position_embeddings", high=2**31 - 1)
-    head_dim = reader.size("head_dim")
-    rotary_dim = int(head_dim * inner.real("partial_rotary_factor", low=0.0, high=1.0))
+    inner = _Reader(rope, "rope_parameters." if nested else "")
+    older_type, newer_type = inner.take("type"), inner.take("rope_type")
+    rope_type = newer_type or older_type or "default"
+    max_position, head_dim = reader.size("max_position_embeddings"), reader.size("head_dim")
+    factor = inner.real("partial_rotary_factor", low=0.0, high=1.0)
+    rotary_dim = int(head_dim * factor)
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(
-            f"config.json: head_dim {head_dim} with partial_rotary_factor {rope['partial_rotary_factor']} rotates "
-            f"{rotary_dim} dimensions; that must be an even number, at least 2"
+            f"config.json: head_dim {head_dim} with partial_rotary_factor {factor} rotates {rotary_dim} dimensions; "
+            "that must be an even number, at least 2"
         )
     theta = inner.real("rope_theta", low=1.0)
     scaling: dict[str, Any] | None = None
@@ -339,11 +339,11 @@ def _read_rope(reader: _Reader) -> dict[str, Any]:
 
 def _read_yarn(rope: _Reader, max_position: int) -> dict[str, Any]:
     """YaRN (arXiv 2309.00071): what is absent or null stays absent, and the formula has its default."""
-    original = rope.size("original_max_position_embeddings", high=2**31 - 1, default=max_position)
+    original = rope.size("original_max_position_embeddings", default=max_position)
     scaling: dict[str, Any] = {"rope_type": "yarn", "original_max_position_embeddings": original}
     for key in ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         if key == "factor" or rope.take(key) is not None:
-            scaling[key] = rope.real(key, low=0.0)
+            scaling[key] = rope.real(key, low=0.0, high=4096.0)
     scaling["truncate"] = rope.flag("truncate", default=True)
     if scaling["factor"] < 1.0:
         raise ValueError(f"config.json: rope factor is {scaling['factor']}; YaRN stretches: it must be at least 1")

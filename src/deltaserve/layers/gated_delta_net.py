@@ -1,0 +1,65 @@
+"""Gated delta net (arXiv 2412.06464): the layers whose memory has a fixed size. Knows no pool but by its context.
+
+Shape letters: T tokens of the step, C channels of the convolution, Hk and Hv key and value heads, K and V their widths,
+E hidden width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from deltaserve.layers.context import ForwardContext
+from deltaserve.layers.linear import Linear, weight
+from deltaserve.ops.conv.api import causal_conv
+from deltaserve.ops.gated_delta.api import gated_delta
+from deltaserve.ops.norm.api import gated_rms_norm
+
+
+class GatedDeltaNet(nn.Module):
+    """Project, convolve q, k and v, run the gated delta rule, normalise and gate by z, project back.
+
+    `ordinal` counts the gated delta nets: it picks this layer's pools in the context.
+    """
+
+    def __init__(
+        self,
+        *,
+        ordinal: int,
+        hidden_size: int,
+        num_k_heads: int,
+        num_v_heads: int,
+        k_dim: int,
+        v_dim: int,
+        conv_width: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.ordinal = ordinal
+        self.k_dim, self.v_dim, self.eps = k_dim, v_dim, eps
+        keys, values = num_k_heads * k_dim, num_v_heads * v_dim
+        wide = torch.promote_types(dtype, torch.float32)
+        self.mixed_widths = [keys, keys, values]
+        self.widths = [sum(self.mixed_widths), values, num_v_heads, num_v_heads]
+        self.in_proj = Linear(hidden_size, sum(self.widths), dtype, device)
+        self.conv_weight = weight(sum(self.mixed_widths), conv_width, dtype=dtype, device=device)
+        self.A_log = weight(num_v_heads, dtype=wide, device=device)
+        self.dt_bias = weight(num_v_heads, dtype=wide, device=device)
+        self.norm_weight = weight(v_dim, dtype=wide, device=device)
+        self.out_proj = Linear(values, hidden_size, dtype, device)
+
+    def forward(self, x_TE: Tensor, context: ForwardContext) -> Tensor:
+        """[T, hidden_size] -> the same; keeps the convolution's window and the state where the context says."""
+        layout = context.layout
+        mixed_TC, z, b_TV, a_TV = torch.split(self.in_proj(x_TE), self.widths, dim=-1)
+        mixed_TC = causal_conv(mixed_TC, self.conv_weight, context.conv[self.ordinal], layout)
+        q, k, v = torch.split(mixed_TC, self.mixed_widths, dim=-1)
+        q_THK, k_THK = (part.view(part.shape[0], -1, self.k_dim) for part in (q, k))
+        v_THV, z_THV = (part.view(part.shape[0], -1, self.v_dim) for part in (v, z))
+        state = context.state[self.ordinal]
+        o_THV = gated_delta(q_THK, k_THK, v_THV, a_TV, b_TV, self.A_log, self.dt_bias, state, layout)
+        o_THV = gated_rms_norm(o_THV, z_THV, self.norm_weight, self.eps)
+        out_TE: Tensor = self.out_proj(o_THV.flatten(1))
+        return out_TE
