@@ -68,6 +68,11 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
 
     @property
+    def pool_sizes(self) -> tuple[int, int]:
+        """Blocks and slots: all that the cache's bookkeeping needs to know."""
+        return self.num_blocks, self.num_slots
+
+    @property
     def cache_bytes(self) -> int:
         return self.num_blocks * self.sizes.block + self.num_slots * self.sizes.slot
 

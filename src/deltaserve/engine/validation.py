@@ -1,0 +1,40 @@
+"""Whether a request can be computed at all: ids against the vocabulary, length against the context.
+
+Knows two numbers of the model and nothing else, so that the API process can answer before the engine is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from deltaserve.core.request import Request
+
+
+def validate(request: Request, vocab_size: int, max_model_len: int) -> None:
+    """Raises ValueError naming the value, the limit and the way out."""
+    prompt, params = request.prompt_token_ids, request.params
+    params.validate()
+    if not prompt:
+        raise ValueError("the prompt is empty; give at least one token")
+    _check_ids("the prompt", prompt, vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_ids("logit_bias", params.logit_bias, vocab_size)
+    longest = max_model_len if params.max_tokens == 0 else max_model_len - 1
+    if len(prompt) > longest:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, but the context of {max_model_len} tokens leaves room for "
+            f"{longest}; shorten the prompt"
+        )
+
+
+def _check_ids(where: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    ids = list(token_ids)
+    if not ids:
+        return
+    strange = [kind.__name__ for kind in set(map(type, ids)) if kind is not int]
+    if strange:
+        raise ValueError(f"{where} has a token id of type {strange[0]}; token ids are integers")
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        outside = low if low < 0 else high
+        raise ValueError(f"{where} has token id {outside}; the vocabulary has ids 0 to {vocab_size - 1}")

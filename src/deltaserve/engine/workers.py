@@ -1,0 +1,32 @@
+"""Those who obey the plan. Today one runner in this process; every rank's runner later, behind the same call."""
+
+from __future__ import annotations
+
+import torch
+
+from deltaserve.config import EngineConfig
+from deltaserve.core.plan import Plan, Result
+from deltaserve.models.load import load_model
+from deltaserve.runner.blueprint import Blueprint
+from deltaserve.runner.memory import allocate
+from deltaserve.runner.runner import Runner
+
+
+class Workers:
+    """Loads the model, takes the pools' memory, runs plans."""
+
+    def __init__(self, config: EngineConfig, blueprint: Blueprint, fill: float | None = None) -> None:
+        """`fill` is written to all of the pools; without it they hold whatever the memory held."""
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        it = blueprint
+        model = load_model(it.path, it.model, it.dtype, it.device, progress=True)
+        pools = allocate(it.model, it.memory, it.dtype, it.state_dtype, fill)
+        self.runner = Runner(model, it.model.vocab_size, it.memory, pools, it.dtype)
+
+    def step(self, plan: Plan) -> Result:
+        return self.runner.step(plan)
+
+    def close(self) -> None:
+        """Lets go of the model and the pools."""
+        del self.runner

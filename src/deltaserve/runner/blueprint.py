@@ -1,0 +1,65 @@
+"""All that is settled before a weight is read: the model's numbers, the device, the dtypes and the memory plan.
+
+Knows no weight's value and no request. The engine is built from it, and `deltaserve inspect` prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deltaserve.config import EngineConfig
+from deltaserve.model_config import ModelConfig, load_config_json
+from deltaserve.models.load import empty_model, resolve
+from deltaserve.runner.device import choose_device, choose_dtype, free_memory, state_dtype
+from deltaserve.runner.memory import MemoryPlan, footprint, solve, weight_bytes
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """How the engine will be built."""
+
+    path: Path
+    """The checkpoint's folder."""
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    num_parameters: int
+    memory: MemoryPlan
+
+    @classmethod
+    def draw(cls, config: EngineConfig) -> Blueprint:
+        """Reads config.json and asks the machine. Raises ValueError for what the model or the machine cannot honour."""
+        path = resolve(config.model, config.revision)
+        model = ModelConfig.from_hf(load_config_json(path))
+        device = choose_device(config.device)
+        dtype = choose_dtype(config.dtype, device, model.checkpoint_dtype)
+        state = state_dtype(config.state_dtype)
+        outline = empty_model(model, dtype)
+        sizes = footprint(model, dtype, state, weight_bytes(outline))
+        memory = solve(config, model.max_position, sizes, device.type, free_memory(device))
+        num_parameters = sum(parameter.numel() for parameter in outline.parameters())
+        return cls(path, model, device, dtype, state, num_parameters, memory)
+
+    def lines(self) -> list[str]:
+        """For people, one line each: the model, then the memory plan."""
+        model = self.model
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.state_dtype)]
+        mixers = (
+            f"{model.num_layers} layers ({model.num_gdn_layers} gated delta net, {model.num_full_layers} attention)"
+        )
+        mlps = f"{model.mlp_kinds.count('moe')} with {model.num_experts} experts, {model.top_k} used"
+        return [
+            f"model {self.path}",
+            f"  {self.num_parameters:,} parameters, {mixers}, {mlps}",
+            f"  {dtypes[0]} with {dtypes[1]} states on {self.device}, context of {model.max_position:,} tokens",
+            *self.memory.lines(),
+        ]
+
+
+def inspect(config: EngineConfig) -> str:
+    """What would be built, without reading a weight. Raises as `Blueprint.draw`."""
+    return "\n".join(Blueprint.draw(config).lines())

@@ -1,0 +1,54 @@
+"""Requests that cannot be computed, and what is said to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deltaserve.core.request import Request, SamplingParams
+from deltaserve.engine.validation import validate
+
+VOCAB, CONTEXT = 100, 64
+
+
+def check(prompt: list[Any], **params: Any) -> None:
+    sampling = SamplingParams(**params)
+    validate(Request(request_id="r", prompt_token_ids=prompt, params=sampling, arrival=0.0), VOCAB, CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [
+        ([0], {}),
+        ([99] * 63, {}),
+        ([1] * 64, {"max_tokens": 0, "prompt_logprobs": 0}),
+        ([1], {"max_tokens": 10**6}),
+        ([1], {"stop_token_ids": (0, 99), "logit_bias": {99: -100.0}}),
+    ],
+)
+def test_legal(prompt: list[int], params: dict[str, Any]) -> None:
+    check(prompt, **params)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "words"),
+    [
+        ([], {}, "the prompt is empty; give at least one token"),
+        ([1, 100], {}, "token id 100; the vocabulary has ids 0 to 99"),
+        ([-1, 100], {}, "token id -1; the vocabulary"),
+        ([1, 2.0], {}, "type float; token ids are integers"),
+        ([1, "2"], {}, "type str"),
+        ([1, True], {}, "type bool"),
+        ([1, None], {}, "type NoneType"),
+        ([1] * 64, {}, "has 64 tokens, but the context of 64 tokens leaves room for 63; shorten"),
+        ([1] * 65, {"max_tokens": 0, "prompt_logprobs": 0}, "has 65 tokens, but the context of 64 tokens"),
+        ([1], {"stop_token_ids": (100,)}, "stop_token_ids has token id 100"),
+        ([1], {"logit_bias": {100: 1.0}}, "logit_bias has token id 100"),
+        ([1], {"temperature": -1.0}, "temperature is -1"),
+        ([1], {"top_p": float("nan")}, "top_p is nan"),
+    ],
+)
+def test_refused(prompt: list[Any], params: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check(prompt, **params)
