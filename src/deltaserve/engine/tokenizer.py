@@ -50,7 +50,7 @@ class Tokenizer:
 
 
 class GenerationDefaults:
-    """What generation_config.json, config.json and tokenizer_config.json say about sampling and ends. Only reads JSON."""
+    """What generation_config.json, config.json and tokenizer_config.json say of sampling and ends. Reads JSON only."""
 
     sampling: dict[str, Any]
     """Fields of SamplingParams: `SamplingParams(**{**defaults.sampling, **of_the_request})`."""

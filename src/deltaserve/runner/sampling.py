@@ -1,24 +1,47 @@
-"""From logits to tokens. Knows seats and positions; knows no request, no queue and no text."""
+"""From logits to tokens. Knows seats and positions; knows no queue and no text.
+
+A row of logits predicts one token. A request with K drafts has 1 + K rows in a step: its row j predicts the token after
+its first j drafts. All rows get their token at once; then each request keeps its tokens up to and including the first
+that differs from the draft. A token is a function of its own logits, its seed and its position, so what a request says
+depends neither on how many of its tokens came in one step nor on who shares the batch. Plain decoding is K = 0.
+
+Order of operations on a row: repetition penalty, frequency and presence penalties, logit bias, the ban of min_tokens;
+then temperature, top-k, top-p, min-p; then the draw. A stage that no row of the step needs is not run.
+
+Shape letters: B requests of the step, R = sum(1 + drafts) rows, V vocabulary, J = 1 + the most drafts, S seats;
+P, D, C, N rows picked for a stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltaserve.core.plan import RowResult, Seating
 from deltaserve.core.request import TokenLogprobs
+from deltaserve.ops.sampling import api as ops
+from deltaserve.runner import seat_params as column
+from deltaserve.runner.seat_params import Seat, SeatParams
+
+_PIECE = 2**24
+"""Logits that `prompt_logprobs` looks at at once; its temporaries are a few times as large."""
 
 
-class NonFiniteLogits(ArithmeticError):
+class NonFiniteLogitsError(ArithmeticError):
     """Some logit is NaN or infinite: the request they belong to cannot go on."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are not finite (NaN or infinity)")
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Guessed tokens of a step. `counts[b]` of them belong to request b; `token_ids` [sum(counts)] int64, on the device."""
+    """Guessed tokens of a step. `counts[b]` are request b's; `token_ids` [sum(counts)] int64 lies on the device."""
 
     counts: tuple[int, ...]
     token_ids: Tensor
@@ -27,19 +50,106 @@ class Drafts:
 @dataclass(frozen=True)
 class Sampled:
     """
-    Name           Shape       Dtype   Meaning
-    token_BJ       [B, 1+K]    int64   the new tokens, on the device; K is the largest number of drafts
-    num_tokens_B   [B]         int64   how many of them are meant: accepted drafts + 1
-    ok_B           [B]         bool    the logits were finite
+    Name          Shape    Dtype   Meaning
+    token_ids     [B, J]   int64   the new tokens, on the device
+    num_tokens    [B]      int64   how many of them are meant: accepted drafts + 1
+    ok            [B]      bool    the logits they came from were finite
     """
 
-    token_BJ: Tensor
-    num_tokens_B: Tensor
-    ok_B: Tensor
+    token_ids: Tensor
+    num_tokens: Tensor
+    ok: Tensor
+    logprobs: dict[int, tuple[int, int]]
+    """Request (its number in the step) -> its first row in `logprob_columns`, and how many it asks for."""
+    logprob_columns: tuple[Tensor, ...]
 
     def results(self) -> list[RowResult]:
         """Copies to the host (waits for the device): tokens and logprobs, or the error, one per request."""
-        raise NotImplementedError
+        columns = [values.tolist() for values in self.logprob_columns]
+        results = []
+        steps = zip(self.token_ids.tolist(), self.num_tokens.tolist(), self.ok.tolist(), strict=True)
+        for request, (token_ids, num_tokens, ok) in enumerate(steps):
+            if not ok:
+                results.append(RowResult(error=str(NonFiniteLogitsError())))
+                continue
+            logprobs = None
+            if request in self.logprobs:
+                first, num_top = self.logprobs[request]
+                logprobs = _as_logprobs(columns, range(first, first + num_tokens), num_top)
+            results.append(RowResult(token_ids=token_ids[:num_tokens], logprobs=logprobs))
+        return results
+
+
+class _Rows:
+    """The rows of one step, request after request. Tensors are made when a stage first asks for them."""
+
+    def __init__(
+        self, seat_ids: Sequence[int], seats: Sequence[Seat], positions: Sequence[int] | Tensor, drafts: Drafts
+    ) -> None:
+        counts = drafts.counts
+        assert len(seat_ids) == len(positions) == len(counts), (
+            f"sampling: {len(seat_ids)} seats, {len(positions)} positions, {len(counts)} counts of drafts"
+        )
+        assert sum(counts) == len(drafts.token_ids), f"sampling: {len(drafts.token_ids)} drafts, {counts} are counted"
+        self.seats = seats
+        self.seat_ids = seat_ids
+        self.device = drafts.token_ids.device
+        self._positions = positions
+        self._drafts = drafts
+        # Row r is row offset[r] of request[r]. Request b's rows start at start[b], its drafts at start[b] - b.
+        self.request = [b for b, count in enumerate(counts) for _ in range(count + 1)]
+        self.offset = [j for count in counts for j in range(count + 1)]
+        self.start = [row for row, offset in enumerate(self.offset) if offset == 0]
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+    def pick(self, wanted: Callable[[Seat], object]) -> list[int]:
+        """Rows of the requests that want something."""
+        if not any(wanted(seat) for seat in self.seats):
+            return []
+        return [row for row, request in enumerate(self.request) if wanted(self.seats[request])]
+
+    def seat(self, row: int) -> Seat:
+        return self.seats[self.request[row]]
+
+    def index(self, numbers: Sequence[Any]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def seat_of_rows(self) -> Tensor:
+        return self.index([self.seat_ids[request] for request in self.request])
+
+    @cached_property
+    def position_of_rows(self) -> Tensor:
+        first_B = torch.as_tensor(self._positions, dtype=torch.int64, device=self.device)
+        return first_B[self.index(self.request)] + self.index(self.offset)
+
+    def early(self, rows: Sequence[int]) -> list[int]:
+        """Those of `rows` that may lie before min_tokens: all, where the host does not know the positions."""
+        if isinstance(self._positions, Tensor):
+            return list(rows)
+        first = self._positions
+        return [row for row in rows if first[self.request[row]] + self.offset[row] < self.seat(row).free_from]
+
+    def earlier_drafts(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The drafts before each of `rows`, as pairs: its number in `rows`, the token."""
+        firsts = [(n, self.start[b] - b, self.offset[row]) for n, row in enumerate(rows) for b in [self.request[row]]]
+        pairs = [(n, first + j) for n, first, offset in firsts for j in range(offset)]
+        return self.index([n for n, _ in pairs]), self._drafts.token_ids[self.index([draft for _, draft in pairs])]
+
+    def walk(self, token_R: Tensor, ok_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Each request's tokens [B, J] up to and including the first that is not its draft; how many; all finite."""
+        longest = max(self._drafts.counts)
+        spans = list(enumerate(zip(self.start, self._drafts.counts, strict=True)))
+        row_BJ = self.index([[start + min(j, k) for j in range(longest + 1)] for _, (start, k) in spans])
+        draft_BK = self.index([[start - b + j if j < k else -1 for j in range(longest)] for b, (start, k) in spans])
+        # The last one, number -1, stands for "no draft" and equals no token.
+        drafts = torch.cat([self._drafts.token_ids, self.index([-1])])
+        token_BJ = token_R[row_BJ]
+        num_B = (token_BJ[:, :longest] == drafts[draft_BK]).long().cumprod(1).sum(1) + 1
+        behind_BJ = torch.arange(longest + 1, device=self.device) >= num_B[:, None]
+        return token_BJ, num_B, (ok_R[row_BJ] | behind_BJ).all(1)
 
 
 class Sampler:
@@ -48,29 +158,145 @@ class Sampler:
     def __init__(
         self, num_seats: int, vocab_size: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> None:
-        raise NotImplementedError
+        """`dtype` is that of the logits, float32 or float64."""
+        self._vocab_size = vocab_size
+        self._device = device
+        self._params = SeatParams(num_seats, vocab_size, device, dtype)
 
     def seat(self, seating: Seating) -> None:
-        """Take over a request's parameters and recount its tokens. Replaces whoever sat there."""
-        raise NotImplementedError
+        """Take over a request's parameters and count its tokens afresh. Replaces whoever sat there."""
+        self._params.seat(seating)
 
     def sample(
         self, logits_RV: Tensor, seats: Sequence[int], positions: Sequence[int] | Tensor, drafts: Drafts | None = None
     ) -> Sampled:
-        """One step.
+        """One step. The logits are not written to.
 
         Name        Shape    Dtype       Meaning
-        logits_RV   [R, V]   fp32/fp64   R = sum(1 + drafts of b); rows of a request are consecutive
+        logits      [R, V]   fp32/fp64   R = sum(1 + drafts of b); rows of a request are consecutive
         seats       [B]      ints        one per request
         positions   [B]      ints        number, in its sequence, of the first token to draw
                                          (`row.start + row.num_tokens - row.num_drafts`); a list or an int64 tensor
         drafts      -        -           None: no request has any
         """
-        raise NotImplementedError
+        drafts = drafts or Drafts((0,) * len(seats), self._tensor(()))
+        rows = _Rows(seats, [self._params[seat] for seat in seats], positions, drafts)
+        assert logits_RV.shape == (len(rows), self._vocab_size), (
+            f"sampling: logits {tuple(logits_RV.shape)} for {len(rows)} rows, vocabulary {self._vocab_size}"
+        )
+        token_R = self._choose(self._adjust(logits_RV, rows), rows)
+        token_BJ, num_B, ok_B = rows.walk(token_R, ops.is_finite(logits_RV))
+        counted = [b for b, seat in enumerate(rows.seats) if seat.count_row is not None]
+        if counted:
+            row_N = rows.index([rows.seats[b].count_row for b in counted])
+            index_N = rows.index(counted)
+            self._params.counts.add(row_N, token_BJ[index_N], num_B[index_N])
+        return Sampled(token_BJ, num_B, ok_B, *self._look_up(logits_RV, token_R, rows))
 
     def prompt_logprobs(self, logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-        """What the model thought of N known tokens. `logits_NV[i]` are those that predict `token_ids[i]`.
+        """What the model thought of N known tokens: `logits_NV[i]` are those that predict `token_ids[i]`.
 
-        Raises NonFiniteLogits.
+        Raises NonFiniteLogitsError.
         """
-        raise NotImplementedError
+        assert len(logits_NV) == len(token_ids), f"sampling: {len(logits_NV)} rows for {len(token_ids)} tokens"
+        if not bool(ops.is_finite(logits_NV).all()):
+            raise NonFiniteLogitsError
+        num_top = min(num_top, self._vocab_size)
+        token_N = self._tensor(token_ids)
+        piece = max(1, _PIECE // self._vocab_size)
+        found = []
+        for first in range(0, len(token_ids), piece):
+            tokens = token_N[first : first + piece]
+            columns = (tokens, *ops.token_logprobs(logits_NV[first : first + piece], tokens, num_top))
+            found += _as_logprobs([values.tolist() for values in columns], range(len(tokens)), num_top)
+        return found
+
+    def _adjust(self, logits_RV: Tensor, rows: _Rows) -> Tensor:
+        """Penalties, bias and bans: the logits that the tokens are drawn from."""
+        penalized = rows.pick(lambda seat: seat.count_row is not None)
+        biased = rows.pick(lambda seat: seat.bias)
+        banned = rows.early(rows.pick(lambda seat: seat.banned is not None))
+        if not (penalized or biased or banned):
+            return logits_RV
+        target_RV = logits_RV.clone()
+        if penalized:
+            self._penalize(target_RV, penalized, rows)
+        if biased:
+            pairs = [seat.bias for seat in map(rows.seat, biased) if seat.bias]
+            row_N = rows.index([row for row, (ids, _) in zip(biased, pairs, strict=True) for _ in range(len(ids))])
+            ids_N, add_N = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+            target_RV.index_put_((row_N, ids_N), add_N, accumulate=True)
+        if banned:
+            lists = [seat.banned for seat in map(rows.seat, banned) if seat.banned is not None]
+            row_N = rows.index([row for row, ids in zip(banned, lists, strict=True) for _ in range(len(ids))])
+            ids_N = torch.cat(lists)
+            free_from_N = self._params.integers[rows.seat_of_rows[row_N], column.FREE_FROM]
+            is_early_N = rows.position_of_rows[row_N] < free_from_N
+            # Finite, so that a row in which every token is banned still gives one.
+            lowest = torch.finfo(target_RV.dtype).min
+            target_RV[row_N, ids_N] = target_RV[row_N, ids_N].masked_fill(is_early_N, lowest)
+        return target_RV
+
+    def _penalize(self, target_RV: Tensor, penalized: list[int], rows: _Rows) -> None:
+        row_P = rows.index(penalized)
+        output_PV, prompt_PV = self._params.counts.of(rows.index([rows.seat(row).count_row for row in penalized]))
+        one = torch.ones((), dtype=output_PV.dtype, device=self._device)
+        output_PV.index_put_(rows.earlier_drafts(penalized), one, accumulate=True)
+        numbers_FP = self._params.numbers[rows.seat_of_rows[row_P]].to(target_RV.dtype).unbind(1)
+        penalties = (numbers_FP[column.REPETITION], numbers_FP[column.FREQUENCY], numbers_FP[column.PRESENCE])
+        target_RV[row_P] = ops.penalize(target_RV[row_P], output_PV, prompt_PV, *penalties)
+
+    def _choose(self, target_RV: Tensor, rows: _Rows) -> Tensor:
+        drawn = rows.pick(lambda seat: not seat.greedy)
+        if not drawn:
+            return ops.greedy(target_RV)
+        if len(drawn) == len(rows):
+            return self._draw(target_RV, drawn, rows)
+        drawn_D = rows.index(drawn)
+        greedy_G = rows.index(rows.pick(lambda seat: seat.greedy))
+        token_R = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        token_R[greedy_G] = ops.greedy(target_RV[greedy_G])
+        token_R[drawn_D] = self._draw(target_RV[drawn_D], drawn, rows)
+        return token_R
+
+    def _draw(self, target_DV: Tensor, drawn: list[int], rows: _Rows) -> Tensor:
+        row_D = rows.index(drawn)
+        seat_D = rows.seat_of_rows[row_D]
+        numbers_FD = self._params.numbers[seat_D].unbind(1)
+        integers_ID = self._params.integers[seat_D].unbind(1)
+        weight_DV = ops.weigh(target_DV, numbers_FD[column.TEMPERATURE].to(target_DV.dtype))
+        cut = [d for d, row in enumerate(drawn) if rows.seat(row).cut_width]
+        if cut:
+            width = max(rows.seat(drawn[d]).cut_width for d in cut)
+            cut_C = rows.index(cut)
+            limits = (integers_ID[column.TOP_K][cut_C], numbers_FD[column.TOP_P][cut_C])
+            weight_DV[cut_C] = ops.cut_top(weight_DV[cut_C], target_DV[cut_C], *limits, width)
+        if any(rows.seat(row).min_p for row in drawn):
+            weight_DV = ops.cut_min(weight_DV, numbers_FD[column.MIN_P])
+        return ops.draw(weight_DV, ops.uniform(integers_ID[column.KEY], rows.position_of_rows[row_D]))
+
+    def _look_up(
+        self, logits_RV: Tensor, token_R: Tensor, rows: _Rows
+    ) -> tuple[dict[int, tuple[int, int]], tuple[Tensor, ...]]:
+        """The logprobs of the tokens of the requests that want them: `Sampled`'s last two fields."""
+        wanted = rows.pick(lambda seat: seat.num_logprobs is not None)
+        if not wanted:
+            return {}, ()
+        row_N = rows.index(wanted)
+        most = max(rows.seat(row).num_logprobs or 0 for row in wanted)
+        columns = ops.token_logprobs(logits_RV[row_N], token_R[row_N], most)
+        firsts = [(n, row) for n, row in enumerate(wanted) if rows.offset[row] == 0]
+        where = {rows.request[row]: (n, rows.seat(row).num_logprobs or 0) for n, row in firsts}
+        return where, (token_R[row_N], *columns)
+
+    def _tensor(self, numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=self._device)
+
+
+def _as_logprobs(columns: Sequence[list[Any]], rows: range, num_top: int) -> list[TokenLogprobs]:
+    """`columns`: token [N], logprob [N], rank [N], top ids [N, K], top logprobs [N, K], on the host."""
+    token, logprob, rank, top_ids, top_logprobs = columns
+    return [
+        TokenLogprobs(token[row], logprob[row], rank[row], top_ids[row][:num_top], top_logprobs[row][:num_top])
+        for row in rows
+    ]

@@ -1,0 +1,149 @@
+"""The pieces of sampling, each over the rows of a step. Know no request, no seat and no order between them.
+
+Every row's result is a function of that row alone: no result depends on how many rows there are or on which.
+Probabilities are kept as integer weights, because integers have one sum whatever the order of adding: a cumulative sum
+is then the same on every device and at every batch size.
+
+Shape letters: R rows, V vocabulary, N tokens that are looked up, K most likely tokens.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deltaserve.ops.sampling import reference
+
+WEIGHT_ONE = reference.WEIGHT_ONE
+"""The weight of a row's most likely token."""
+MAX_VOCAB = 2**62 // WEIGHT_ONE
+"""The weights of a row must add up in an int64."""
+
+
+def is_finite(logits_RV: Tensor) -> Tensor:
+    """Which rows hold neither NaN nor infinity. Returns [R] bool.
+
+    Finite rows whose largest and smallest logits are further apart than the largest float count as not finite.
+    """
+    return reference.is_finite(logits_RV)
+
+
+def penalize(
+    logits_RV: Tensor,
+    output_count_RV: Tensor,
+    in_prompt_RV: Tensor,
+    repetition_R: Tensor,
+    frequency_R: Tensor,
+    presence_R: Tensor,
+) -> Tensor:
+    """Make tokens that are already there less (or more) likely.
+
+    Repetition (Keskar et al. 2019, section 4.1) counts prompt and output: a positive logit is divided by it, a negative
+    one multiplied. Then `frequency * count + presence * (count > 0)` is taken off, where only the output counts.
+
+    Name           Shape    Dtype       Meaning
+    logits         [R, V]   fp32/fp64   not written to
+    output_count   [R, V]   int32       how often a token is in the output so far
+    in_prompt      [R, V]   bool        whether it is in the prompt
+    repetition     [R]      as logits   1 changes nothing; above 0
+    frequency      [R]      as logits   0 changes nothing
+    presence       [R]      as logits   0 changes nothing
+    returns        [R, V]   as logits
+    """
+    assert logits_RV.shape == output_count_RV.shape == in_prompt_RV.shape, (
+        f"sampling: logits {tuple(logits_RV.shape)}, counts {tuple(output_count_RV.shape)}, "
+        f"prompt {tuple(in_prompt_RV.shape)}"
+    )
+    return reference.penalize(logits_RV, output_count_RV, in_prompt_RV, repetition_R, frequency_R, presence_R)
+
+
+def greedy(logits_RV: Tensor) -> Tensor:
+    """The most likely token of each row, of equals the lowest id. Returns [R] int64."""
+    return reference.greedy(logits_RV)
+
+
+def weigh(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
+    """`exp((logit - largest) / temperature)` in units of 1 / WEIGHT_ONE, rounded down.
+
+    Name          Shape    Dtype       Meaning
+    logits        [R, V]   fp32/fp64   finite
+    temperature   [R]      as logits   above 0
+    returns       [R, V]   int64       0 to WEIGHT_ONE, and WEIGHT_ONE for the most likely token
+    """
+    assert logits_RV.shape[1] <= MAX_VOCAB, f"sampling: a vocabulary of {logits_RV.shape[1]}, at most {MAX_VOCAB}"
+    return reference.weigh(logits_RV, temperature_R)
+
+
+def cut_top(weight_RV: Tensor, logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, width: int) -> Tensor:
+    """Drop all but the `top_k` largest logits, then all but the smallest set of the largest with `top_p` of the rest.
+
+    Equal logits fare alike: those equal to the last one kept are kept. (Holtzman et al. 2020 for top-p.)
+
+    Name      Shape    Dtype       Meaning
+    weight    [R, V]   int64       from `weigh`
+    logits    [R, V]   fp32/fp64   those the weights were made of
+    top_k     [R]      int64       1 to V; V cuts nothing
+    top_p     [R]      float64     above 0; 1 cuts nothing
+    width     -        -           how many logits are sorted: the largest top_k
+    returns   [R, V]   int64       the weight, or 0
+    """
+    assert 1 <= width <= logits_RV.shape[1], f"sampling: {width} of {logits_RV.shape[1]} logits to sort"
+    return reference.cut_top(weight_RV, logits_RV, top_k_R, top_p_R, width)
+
+
+def cut_min(weight_RV: Tensor, min_p_R: Tensor) -> Tensor:
+    """Drop tokens less likely than `min_p` times the most likely one (Nguyen et al. 2024).
+
+    Name      Shape    Dtype     Meaning
+    weight    [R, V]   int64     from `weigh`, cut or not
+    min_p     [R]      float64   0 to 1; 0 cuts nothing
+    returns   [R, V]   int64     the weight, or 0
+    """
+    return reference.cut_min(weight_RV, min_p_R)
+
+
+def stream_key(seed: int, stream: int) -> int:
+    """What `uniform` wants to know of a seed; streams of one seed are independent. Any int in, an int64 out."""
+    return reference.stream_key(seed, stream)
+
+
+def uniform(key_R: Tensor, position_R: Tensor) -> Tensor:
+    """Noise that is a function of (key, position): the same on every device, in every batch, in any order.
+
+    SplitMix64 (Steele, Lea and Flood 2014) read at index `position` of the sequence that starts at `key`.
+
+    Name       Shape   Dtype     Meaning
+    key        [R]     int64     from `stream_key`
+    position   [R]     int64     a token's number in its sequence
+    returns    [R]     float64   0 <= u < 1, a multiple of 2^-53
+    """
+    assert key_R.shape == position_R.shape, f"sampling: {tuple(key_R.shape)} keys, {tuple(position_R.shape)} positions"
+    return reference.uniform(key_R, position_R)
+
+
+def draw(weight_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """Inverse of the cumulative weights, in order of token ids.
+
+    Name      Shape    Dtype     Meaning
+    weight    [R, V]   int64     not negative; a row of zeros gives some token
+    uniform   [R]      float64   one number per row, 0 <= u < 1
+    returns   [R]      int64     a token of positive weight
+    """
+    return reference.draw(weight_RV, uniform_R)
+
+
+def token_logprobs(logits_NV: Tensor, token_N: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Natural log-probabilities, in fp32, of given tokens and of the most likely ones.
+
+    Tokens are ordered by their logits, equals by id. A token's number is the same float in both places.
+
+    Name      Shape    Dtype       Meaning
+    logits    [N, V]   fp32/fp64   raw
+    token     [N]      int64       what is looked up
+    num_top   -        -           K, 0 to V
+    returns   [N]      float32     log-probability of `token`
+              [N]      int64       its place in the order, 1 for the most likely
+              [N, K]   int64       the most likely tokens, in order
+              [N, K]   float32     their log-probabilities
+    """
+    assert 0 <= num_top <= logits_NV.shape[1], f"sampling: {num_top} of {logits_NV.shape[1]} logprobs"
+    return reference.token_logprobs(logits_NV, token_N, num_top)

@@ -1,0 +1,108 @@
+"""The sampling parameters of the requests that sit. Knows no logits and no step.
+
+Shape letters: S seats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltaserve.core.plan import Seating
+from deltaserve.core.request import SamplingParams
+from deltaserve.ops.sampling.api import stream_key
+from deltaserve.runner.token_counts import TokenCounts
+
+TOKEN_STREAM = 0
+"""The noise that draws tokens. Another use of a request's seed takes another stream."""
+
+LEAST_TEMPERATURE = 1e-30
+"""What float32 can still divide by; far below it already, only the most likely token has any weight."""
+
+TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(6)
+"""Columns of `SeatParams.numbers`."""
+KEY, TOP_K, FREE_FROM = range(3)
+"""Columns of `SeatParams.integers`."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What the host must know of a request to decide which stages a step needs."""
+
+    greedy: bool
+    cut_width: int
+    """How many logits top-k and top-p must see sorted; 0 when both cut nothing."""
+    min_p: bool
+    num_logprobs: int | None
+    count_row: int | None
+    """Row of the token counts, for a request with penalties."""
+    bias: tuple[Tensor, Tensor] | None
+    """Token ids, and what is added to their logits."""
+    banned: Tensor | None
+    """Token ids that may not come before min_tokens ..."""
+    free_from: int
+    """... which is the token of this number in the sequence."""
+
+
+class SeatParams:
+    """
+    Name         Shape    Dtype     Meaning
+    numbers      [S, 6]   float64   temperature, top_p, min_p, repetition, frequency and presence penalty
+    integers     [S, 3]   int64     noise key, top_k (the vocabulary for none), where min_tokens is reached
+    """
+
+    def __init__(self, num_seats: int, vocab_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        """`dtype` is that of the logits."""
+        self._vocab_size = vocab_size
+        self._device = device
+        self._dtype = dtype
+        self._seats: dict[int, Seat] = {}
+        self.counts = TokenCounts(vocab_size, device)
+        self.numbers = torch.zeros(num_seats, 6, dtype=torch.float64, device=device)
+        self.integers = torch.zeros(num_seats, 3, dtype=torch.int64, device=device)
+
+    def __getitem__(self, seat: int) -> Seat:
+        return self._seats[seat]
+
+    def seat(self, seating: Seating) -> None:
+        """Take over a request's parameters and count its tokens afresh. Replaces whoever sat there."""
+        params = seating.params
+        assert params.seed is not None, f"seat {seating.seat} has no seed"
+        before = self._seats.get(seating.seat)
+        if before is not None and before.count_row is not None:
+            self.counts.give_back(before.count_row)
+
+        top_k = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        free_from = seating.num_prompt + params.min_tokens
+        self._seats[seating.seat] = Seat(
+            greedy=params.temperature == 0,
+            cut_width=top_k if top_k < self._vocab_size or params.top_p < 1 else 0,
+            min_p=params.min_p > 0,
+            num_logprobs=None if params.logprobs is None else min(params.logprobs, self._vocab_size),
+            count_row=self.counts.take(seating.token_ids, seating.num_prompt) if penalties != (1, 0, 0) else None,
+            bias=self._bias(params),
+            banned=self._banned(params),
+            free_from=free_from,
+        )
+        numbers = (max(params.temperature, LEAST_TEMPERATURE), params.top_p, params.min_p, *penalties)
+        integers = (stream_key(params.seed, TOKEN_STREAM), top_k, free_from)
+        self.numbers[seating.seat] = self._tensor(numbers, torch.float64)
+        self.integers[seating.seat] = self._tensor(integers)
+
+    def _bias(self, params: SamplingParams) -> tuple[Tensor, Tensor] | None:
+        if not params.logit_bias:
+            return None
+        ids, added = zip(*sorted(params.logit_bias.items()), strict=True)
+        return self._tensor(ids), self._tensor(added, self._dtype)
+
+    def _banned(self, params: SamplingParams) -> Tensor | None:
+        # An id beyond the vocabulary can be asked for as a stop, and never comes.
+        ids = sorted({token for token in params.stop_token_ids if 0 <= token < self._vocab_size})
+        return self._tensor(ids) if ids and params.min_tokens > 0 else None
+
+    def _tensor(self, numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=self._device)
