@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import API_KEY, BUILTIN, HERE, Server
+from tests.clients.conftest import API_KEY, BUILTIN, HERE
+from tests.serving import Server
 
 pytest.importorskip("lm_eval", reason="needs lm_eval: make test-clients")
 

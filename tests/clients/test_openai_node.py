@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.clients.conftest import API_KEY, HERE, Server
+from tests.clients.conftest import API_KEY, HERE
+from tests.serving import Server
 
 PACKAGES = HERE.parents[1] / ".clients"
 

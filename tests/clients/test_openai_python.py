@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import API_KEY, Server
+from tests.clients.conftest import API_KEY
+from tests.serving import Server
 
 openai = pytest.importorskip("openai", reason="needs the openai package: make test-clients")
 
