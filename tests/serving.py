@@ -73,15 +73,18 @@ class Server:
     def wait_until_ready(self, seconds: float = READY_SECONDS) -> None:
         """Raises AssertionError with the server's own words when it ends or takes longer."""
         start = time.monotonic()
-        while True:
-            try:
-                self.get("/health")
-                self.ready_after = time.monotonic() - start
-                return
-            except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
-                late = time.monotonic() - start > seconds
-                assert self.process.poll() is None and not late, f"not ready ({error}):\n{self.said()}"
-                time.sleep(0.02)
+        while not self.is_ready():
+            assert self.process.poll() is None, f"ended before it was ready:\n{self.said()}"
+            assert time.monotonic() - start < seconds, f"not ready after {seconds} s:\n{self.said()}"
+            time.sleep(0.02)
+        self.ready_after = time.monotonic() - start
+
+    def is_ready(self) -> bool:
+        try:
+            self.get("/health")
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+        return True
 
     def stop(self) -> int:
         """Ends it as an operator does; the exit status."""
