@@ -92,7 +92,8 @@ def _pick_forms(choices: Iterable[Choice], names: set[str]) -> Form:
     """Of each choice the form that most of the names belong to, the published one where none does."""
     picked: Form = {}
     for forms in choices:
-        picked |= forms[0] if len(forms) == 1 else max(forms, key=lambda form: len(names.intersection(form)))
+        form = forms[0] if len(forms) == 1 else max(forms, key=lambda form: len(names.intersection(form)))
+        picked |= form
     return picked
 
 
