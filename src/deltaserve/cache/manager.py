@@ -1,0 +1,296 @@
+"""Who holds which id: the KV blocks and state slots of every running request, in four verbs.
+
+    admit(token_ids) -> Lease | None            a place in memory, on the longest prefix that can be resumed
+    place(lease, n, keep) -> Placement | None   room for the next n tokens
+    commit(lease, kept, token_ids)              the first tokens of what was placed became the truth
+    release(lease)                              everything back; the only way out
+
+Pure bookkeeping: knows no tensor, no queue and no policy of who comes first. A recurrent state is read from one slot
+and written to others, so nothing here ever copies or clears memory: a commit, a roll-back, a resume, a fork and a
+snapshot all change integers.
+
+A lease owns `max_keep` slots, as many as the tokens at a step's end that might become its last one. The state it stands
+on (`Lease.read`) is one of those, or none (the zero state), or a slot of the prefix index that its next step reads.
+
+Steps that overlap. Here an id that is released may be handed out by the next `place`. That is sound while a plan is
+made only after the step before it has ended, and it is the one rule that must change when step N+1 is planned before
+step N is committed: an id freed by a commit, a preemption or an abort may still be written by the step in flight, so it
+has to sit in quarantine until the last step that was planned before it was freed has ended. The place for that is
+`IdPool.drop`, which would file the id under the number of that step instead of appending it to the free list, and a
+fifth verb that says a step has ended. Leases, placements and the index stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from deltaserve.cache.pool import IdPool
+from deltaserve.cache.prefix import Chain, IndexFactory, NoPrefixIndex
+from deltaserve.core.plan import NO_SLOT, Row
+from deltaserve.core.stats import CacheUsage
+
+BLOCK_SIZE = 64
+"""Tokens in one KV block, as the ops lay it out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one row of one step keeps its memory."""
+
+    new_blocks: tuple[int, ...]
+    """Behind the lease's other blocks."""
+    read_slot: int
+    """The state before the row's first token; NO_SLOT is the zero state."""
+    write_slots: tuple[int, ...]
+    """The state after each token; NO_SLOT is not kept."""
+
+    def fill(self, row: Row) -> Row:
+        """The row, with its memory."""
+        return msgspec.structs.replace(
+            row, new_blocks=self.new_blocks, read_slot=self.read_slot, write_slots=self.write_slots
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """What one running request holds. Its owner reads `num_done` and `blocks`; the rest is the manager's."""
+
+    chain: Chain
+    blocks: list[int]
+    own: list[int]
+    """Slots that only this lease writes."""
+    read: int
+    """The state after the first `num_done` tokens."""
+    num_done: int
+    """Tokens whose KV and state are in the cache."""
+    known: int
+    """Tokens the request came with."""
+    shared: int = NO_SLOT
+    """A slot of the index that the next step reads; held until that step is committed."""
+    spare: int = NO_SLOT
+    """A slot that gets the state at `spare_boundary`, inside the row in flight, for the index."""
+    spare_boundary: int = 0
+    num_placed: int = 0
+    """Tokens of the row in flight; 0 when there is none."""
+    first_kept: int = 0
+    """own[i] gets the state after token first_kept + i of the row in flight."""
+
+
+class CacheManager:
+    """Two pools, an index over what they hold, and the leases of those who run."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_slots: int,
+        max_keep: int = 1,
+        index: IndexFactory = NoPrefixIndex,
+        on_free_block: Callable[[int], None] | None = None,
+        on_free_slot: Callable[[int], None] | None = None,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        """
+        num_blocks, num_slots: ids of each kind.
+        max_keep: slots a lease owns; the most a `place` may ask to keep.
+        index: makes the prefix index, from the two pools and the block size.
+        on_free_block, on_free_slot: called with an id that nobody holds any more.
+
+        Raises ValueError when not even one request fits.
+        """
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}; it must be at least 1: give the cache more memory")
+        if max_keep < 1:
+            raise ValueError(f"max_keep is {max_keep}; it must be at least 1")
+        if num_slots < max_keep:
+            raise ValueError(f"num_slots is {num_slots}; one request needs {max_keep}: give the cache more memory")
+        self.block_size, self.max_keep = block_size, max_keep
+        self._blocks, self._slots = IdPool(num_blocks, on_free_block), IdPool(num_slots, on_free_slot)
+        self._index = index(self._blocks, self._slots, block_size)
+
+    # ---- the four verbs --------------------------------------------------------------------------------------------
+
+    def admit(
+        self, token_ids: Sequence[int], *, reuse: bool = True, salt: bytes = b"", spare_blocks: int = 0
+    ) -> Lease | None:
+        """A lease on the longest prefix that can be resumed; None: no room now, and nothing has changed.
+
+        There is room when a request's own slots can be had, and blocks for all its tokens with `spare_blocks` left
+        over. Blocks are only looked at here: `place` takes them. At least one token is left to compute.
+
+        reuse: False computes every token.
+        salt: requests share prefixes only with those of the same salt.
+        """
+        assert token_ids, "a request without tokens"
+        if self._slots.num_available < self.max_keep:
+            return None
+        chain = self._index.match(token_ids, salt) if reuse else Chain(salt)
+        blocks = chain.blocks
+        lease = Lease(chain, blocks, [], chain.slot, len(blocks) * self.block_size, len(token_ids), chain.slot)
+        for block in blocks:
+            self._blocks.share(block)
+        if lease.shared != NO_SLOT:
+            self._slots.share(lease.shared)
+        if self._blocks.num_available >= self.num_missing(lease, len(token_ids)) + spare_blocks:
+            own = self._take_slots(self.max_keep)
+            if own is not None:
+                lease.own = own
+                return lease
+            if self._take_over(lease):
+                return lease
+        self.release(lease)
+        return None
+
+    def place(self, lease: Lease, n: int, keep: int) -> Placement | None:
+        """Room for the next `n` tokens, of which one of the last `keep` becomes the last true one.
+
+        None: no room now, and nothing has changed. Every placement is followed by one `commit`, or by `release`.
+        """
+        assert 1 <= keep <= min(n, self.max_keep), f"keeps {keep} of {n} tokens and may keep {self.max_keep}"
+        assert lease.own, "a released lease is placed"
+        assert not lease.num_placed, "a lease with a row in flight is placed"
+        new = self._take_blocks(self.num_missing(lease, lease.num_done + n))
+        if new is None:
+            return None
+        lease.blocks += new
+        lease.num_placed, lease.first_kept = n, n - keep
+        write_slots = [NO_SLOT] * (n - keep) + lease.own[:keep]
+        boundary = (lease.num_done + n) // self.block_size * self.block_size
+        inside = boundary - lease.num_done - 1
+        if 0 <= inside < lease.first_kept and self._index.wants_state(lease.chain, boundary, lease.known):
+            spare = self._take_slots(1)
+            if spare is not None:
+                lease.spare, lease.spare_boundary = spare[0], boundary
+                write_slots[inside] = lease.spare
+        return Placement(tuple(new), lease.read, tuple(write_slots))
+
+    def commit(self, lease: Lease, kept: int, token_ids: Sequence[int]) -> None:
+        """The first `kept` tokens of the row in flight became the truth. `token_ids`: the sequence, at least so far."""
+        assert lease.first_kept < kept <= lease.num_placed, (
+            f"keeps {kept} tokens of a row that may keep {lease.first_kept + 1} to {lease.num_placed}"
+        )
+        start, lease.num_done = lease.num_done, lease.num_done + kept
+        assert len(token_ids) >= lease.num_done, f"{len(token_ids)} tokens are told, {lease.num_done} are in the cache"
+        self._drop_shared(lease)
+        lease.read = lease.own[kept - 1 - lease.first_kept]
+        lease.num_placed = 0
+        self._index.publish(lease.chain, token_ids, lease.blocks, lease.num_done)
+        self._give_spare(lease)
+        boundary = lease.num_done // self.block_size * self.block_size
+        if boundary - 1 >= start + lease.first_kept and self._index.wants_state(lease.chain, boundary, lease.known):
+            self._give_own(lease, boundary - 1 - start - lease.first_kept, boundary)
+
+    def release(self, lease: Lease, *, withdraw: bool = False) -> None:
+        """Everything back, at any moment; once more does nothing.
+
+        withdraw: what this lease published, and what continues it, is not to be trusted and leaves the index.
+        """
+        if withdraw:
+            self._index.withdraw(lease.chain)
+        self._drop_shared(lease)
+        self._drop_spare(lease)
+        for block in lease.blocks:
+            self._blocks.drop(block)
+        for slot in lease.own:
+            self._slots.drop(slot)
+        lease.blocks, lease.own, lease.read, lease.num_placed = [], [], NO_SLOT, 0
+
+    # ---- what others may ask ---------------------------------------------------------------------------------------
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that fits when nothing else runs."""
+        return self._blocks.size * self.block_size
+
+    def num_missing(self, lease: Lease, num_tokens: int) -> int:
+        """Blocks that a sequence of `num_tokens` needs beyond those the lease has."""
+        return max(-(-num_tokens // self.block_size) - len(lease.blocks), 0)
+
+    def usage(self) -> CacheUsage:
+        return CacheUsage(
+            blocks_used=self._blocks.num_used,
+            blocks_cached=self._blocks.num_idle,
+            blocks_total=self._blocks.size,
+            slots_used=self._slots.num_used,
+            slots_cached=self._slots.num_idle,
+            slots_total=self._slots.size,
+        )
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        """Balance the ledger: every id has exactly the owners that `leases` and the index explain.
+
+        Raises AssertionError.
+        """
+        blocks: list[int] = []
+        slots: list[int] = []
+        for lease in leases:
+            assert len(lease.own) == self.max_keep, f"a lease owns {len(lease.own)} slots instead of {self.max_keep}"
+            assert lease.read in (NO_SLOT, lease.shared, *lease.own), f"a lease reads slot {lease.read}, not its own"
+            assert (lease.read == NO_SLOT) == (lease.num_done == 0), "a lease has a state without tokens, or none with"
+            blocks += lease.blocks
+            slots += lease.own + [slot for slot in (lease.shared, lease.spare) if slot != NO_SLOT]
+        cached_blocks, cached_slots = self._index.check()
+        self._blocks.check("block", blocks, cached_blocks)
+        self._slots.check("slot", slots, cached_slots)
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _take_over(self, lease: Lease) -> bool:
+        """One slot short: where nobody else reads the snapshot of the hit, the lease takes it for its own.
+
+        Without this a request could wait for ever for a slot that its own hit keeps.
+        """
+        if lease.shared == NO_SLOT or self._slots.refs[lease.shared] != 2:
+            return False
+        own = self._take_slots(self.max_keep - 1)
+        if own is None:
+            return False
+        self._index.surrender(lease.chain)
+        lease.own, lease.shared = [lease.shared, *own], NO_SLOT
+        return True
+
+    def _give_own(self, lease: Lease, i: int, boundary: int) -> None:
+        """Hand own[i] to the index and take a fresh slot in its place. No bytes move."""
+        fresh = self._take_slots(1)
+        if fresh is None:
+            return
+        slot = lease.own[i]
+        if not self._index.snapshot(lease.chain, boundary, slot):
+            self._slots.drop(fresh[0])
+            return
+        lease.own[i] = fresh[0]
+        if lease.read == slot:
+            lease.shared = slot
+        else:
+            self._slots.drop(slot)
+
+    def _give_spare(self, lease: Lease) -> None:
+        if lease.spare != NO_SLOT:
+            self._index.snapshot(lease.chain, lease.spare_boundary, lease.spare)
+        self._drop_spare(lease)
+
+    def _drop_spare(self, lease: Lease) -> None:
+        if lease.spare != NO_SLOT:
+            self._slots.drop(lease.spare)
+            lease.spare = NO_SLOT
+
+    def _drop_shared(self, lease: Lease) -> None:
+        if lease.shared != NO_SLOT:
+            self._slots.drop(lease.shared)
+            lease.shared = NO_SLOT
+
+    def _take_blocks(self, n: int) -> list[int] | None:
+        if n > self._blocks.num_available:
+            return None
+        while self._blocks.num_free < n:
+            self._index.evict_block()
+        return self._blocks.take(n)
+
+    def _take_slots(self, n: int) -> list[int] | None:
+        if n > self._slots.num_available:
+            return None
+        while self._slots.num_free < n:
+            self._index.evict_slot()
+        return self._slots.take(n)

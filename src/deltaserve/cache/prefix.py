@@ -1,0 +1,318 @@
+"""Which prefixes can be resumed: a content hash over whole blocks, and the state slots at some of their ends.
+
+Knows ids and token ids; no tensor, no request, no queue. `PrefixIndex` keeps prefixes, `NoPrefixIndex` keeps none; the
+cache manager treats both alike. What the index promises:
+
+- A hit is legal only where the KV blocks *and* a state at exactly that boundary exist.
+- What is published never changes: a block is published when it is whole, and a published slot has no writer.
+- Two prompts never share by collision: keys are chained 128-bit hashes under a server's salt and a request's, and on a
+  hit the token ids themselves are compared, block by block.
+- Nothing here starves a request: whatever only the index holds is evicted when a request needs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from deltaserve.cache.pool import IdPool
+from deltaserve.core.plan import NO_SLOT
+
+SnapshotPolicy = Callable[[int, int], bool]
+"""(boundary, known): is the state after `boundary` tokens worth a slot, for a request that came with `known` tokens."""
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One block of a prefix, with the state after its last token where that is kept."""
+
+    key: bytes
+    parent: Entry | None
+    salt: bytes
+    tokens: bytes
+    block: int
+    slot: int = NO_SLOT
+    num_children: int = 0
+    used: int = 0
+    """The index's clock at the last use."""
+    alive: bool = True
+    """Still in the index."""
+    withdrawn: bool = False
+    """Left the index because it is not to be trusted."""
+
+
+@dataclass(slots=True)
+class Chain:
+    """The published part of one sequence: an entry for each whole block from its start. Only the index looks inside."""
+
+    salt: bytes = b""
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> list[int]:
+        return [entry.block for entry in self.entries]
+
+    @property
+    def slot(self) -> int:
+        """The state at the chain's end."""
+        return self.entries[-1].slot if self.entries else NO_SLOT
+
+
+class Index(Protocol):
+    """What the cache manager asks of an index."""
+
+    def match(self, token_ids: Sequence[int], salt: bytes) -> Chain:
+        """The longest resumable prefix that leaves a token to compute. Takes no reference to its ids."""
+
+    def publish(self, chain: Chain, token_ids: Sequence[int], blocks: Sequence[int], num_tokens: int) -> None:
+        """Make the whole blocks of the first `num_tokens` tokens known; extends `chain`. Takes no slot."""
+
+    def wants_state(self, chain: Chain, boundary: int, known: int) -> bool:
+        """Would a state after `boundary` tokens be kept, as far as can be told before it is published?"""
+
+    def snapshot(self, chain: Chain, boundary: int, slot: int) -> bool:
+        """Keep the state after `boundary` tokens. False: it is not kept and the index holds no reference to it."""
+
+    def surrender(self, chain: Chain) -> None:
+        """Forget the state at the chain's end, because its last reader is about to write there."""
+
+    def withdraw(self, chain: Chain) -> None:
+        """Forget the chain and all that continues it: what was computed there is not to be trusted."""
+
+    def evict_block(self) -> None:
+        """Free at least one block. At least one must be idle."""
+
+    def evict_slot(self) -> None:
+        """Free one slot. At least one must be idle."""
+
+    def check(self) -> tuple[list[int], list[int]]:
+        """The blocks and the slots held. Raises AssertionError where the index contradicts itself."""
+
+
+IndexFactory = Callable[[IdPool, IdPool, int], Index]
+"""(blocks, slots, block_size) -> Index."""
+
+
+class NoPrefixIndex:
+    """Keeps nothing: every request computes its whole prompt."""
+
+    def __init__(self, blocks: IdPool, slots: IdPool, block_size: int) -> None: ...
+
+    def match(self, token_ids: Sequence[int], salt: bytes) -> Chain:
+        return Chain(salt)
+
+    def publish(self, chain: Chain, token_ids: Sequence[int], blocks: Sequence[int], num_tokens: int) -> None: ...
+
+    def wants_state(self, chain: Chain, boundary: int, known: int) -> bool:
+        return False
+
+    def snapshot(self, chain: Chain, boundary: int, slot: int) -> bool:
+        return False
+
+    def surrender(self, chain: Chain) -> None: ...
+
+    def withdraw(self, chain: Chain) -> None: ...
+
+    def evict_block(self) -> None:
+        raise AssertionError("an index that keeps nothing is asked for a block")
+
+    def evict_slot(self) -> None:
+        raise AssertionError("an index that keeps nothing is asked for a slot")
+
+    def check(self) -> tuple[list[int], list[int]]:
+        return [], []
+
+
+def every_boundary(boundary: int, known: int) -> bool:
+    """Keep the state at every block boundary that a step ends at or crosses, and let the least recently used go."""
+    return True
+
+
+class PrefixIndex:
+    """A forest of blocks under chained content hashes.
+
+    Blocks go leaf first, those without a state before those that can be resumed, then the least recently used. States
+    go by last use alone, wherever they are: a prefix without one stays a way to the states behind it.
+    """
+
+    def __init__(
+        self, blocks: IdPool, slots: IdPool, block_size: int, *, salt: bytes, policy: SnapshotPolicy = every_boundary
+    ) -> None:
+        """`salt`: 16 to 64 secret bytes; without them nobody can craft a prompt that collides with another's."""
+        assert 16 <= len(salt) <= 64, f"a salt of {len(salt)} bytes, not 16 to 64"
+        self.entries: dict[bytes, Entry] = {}
+        self._blocks, self._slots, self._block_size = blocks, slots, block_size
+        self._salt, self._policy = salt, policy
+        self._states: OrderedDict[bytes, Entry] = OrderedDict()
+        self._leaves: list[tuple[bool, int, bytes]] = []
+        self._clock = 0
+
+    def match(self, token_ids: Sequence[int], salt: bytes) -> Chain:
+        chain = Chain(salt)
+        for j in range((len(token_ids) - 1) // self._block_size):
+            _, entry = self._find(chain, self._pack(token_ids, j))
+            if entry is None:
+                break
+            chain.entries.append(entry)
+        while chain.entries and chain.slot == NO_SLOT:
+            chain.entries.pop()
+        for entry in chain.entries:
+            self._touch(entry)
+        if chain.entries:
+            self._states.move_to_end(chain.entries[-1].key)
+        return chain
+
+    def publish(self, chain: Chain, token_ids: Sequence[int], blocks: Sequence[int], num_tokens: int) -> None:
+        if chain.entries and not chain.entries[-1].alive:
+            if any(entry.withdrawn for entry in chain.entries):
+                return
+            chain.entries.clear()
+        for j in range(len(chain.entries), num_tokens // self._block_size):
+            tokens = self._pack(token_ids, j)
+            key, entry = self._find(chain, tokens)
+            if entry is None:
+                if key in self.entries:
+                    return  # another prefix has this key: ours, and all behind it, stays unpublished
+                parent = chain.entries[-1] if chain.entries else None
+                entry = self.entries[key] = Entry(key, parent, chain.salt, tokens, blocks[j])
+                self._blocks.cache(entry.block)
+                if parent is not None:
+                    parent.num_children += 1
+            chain.entries.append(entry)
+            self._touch(entry)
+
+    def wants_state(self, chain: Chain, boundary: int, known: int) -> bool:
+        entry = self._at(chain, boundary)
+        return (entry is None or entry.slot == NO_SLOT) and self._policy(boundary, known)
+
+    def snapshot(self, chain: Chain, boundary: int, slot: int) -> bool:
+        entry = self._at(chain, boundary)
+        if entry is None or not entry.alive or entry.slot != NO_SLOT:
+            return False
+        self._slots.cache(slot)
+        entry.slot = slot
+        self._states[entry.key] = entry
+        self._offer(entry)
+        return True
+
+    def surrender(self, chain: Chain) -> None:
+        self._forget_state(chain.entries[-1])
+
+    def withdraw(self, chain: Chain) -> None:
+        doomed = {entry for entry in chain.entries if entry.alive}
+        order = []
+        for entry in self.entries.values():  # in the order of insertion: a parent comes before its children
+            if entry in doomed or entry.parent in doomed:
+                doomed.add(entry)
+                order.append(entry)
+        for entry in reversed(order):
+            entry.withdrawn = True
+            self._remove(entry)
+
+    def evict_block(self) -> None:
+        leased: list[Entry] = []  # leaves that requests hold too: letting one go frees nothing but bares its parent
+        while (entry := self._pop_leaf()) is None or not self._blocks.is_idle(entry.block):
+            if entry is not None:
+                leased.append(entry)
+                continue
+            assert leased, "the index is asked for a block and has none that is idle"
+            oldest = leased.pop(0)
+            if oldest.alive:
+                self._remove(oldest)
+        self._remove(entry)
+        for entry in leased:
+            self._offer(entry)
+
+    def evict_slot(self) -> None:
+        for entry in self._states.values():
+            if self._slots.is_idle(entry.slot):
+                self._forget_state(entry)
+                return
+        raise AssertionError("the index is asked for a slot and has none that is idle")
+
+    def check(self) -> tuple[list[int], list[int]]:
+        children: dict[int, int] = {}
+        for entry in self.entries.values():
+            assert entry.alive, "a dead entry is still in the index"
+            if entry.parent is not None:
+                assert entry.parent.alive, "an entry has lost its parent"
+                children[id(entry.parent)] = children.get(id(entry.parent), 0) + 1
+        offered = set(self._leaves)
+        for key, entry in self.entries.items():
+            assert entry.key == key, "an entry stands under another key"
+            assert entry.num_children == children.get(id(entry), 0), "an entry has miscounted its children"
+            assert (entry.slot != NO_SLOT) == (key in self._states), "an entry's state is not in the order of use"
+            assert entry.num_children or self._item(entry) in offered, "a leaf cannot be evicted"
+        assert len(self._states) == sum(entry.slot != NO_SLOT for entry in self.entries.values()), (
+            "a state without entry"
+        )
+        return [entry.block for entry in self.entries.values()], [entry.slot for entry in self._states.values()]
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _key(self, parent: bytes, tokens: bytes) -> bytes:
+        return hashlib.blake2b(parent + tokens, digest_size=16, key=self._salt).digest()
+
+    def _find(self, chain: Chain, tokens: bytes) -> tuple[bytes, Entry | None]:
+        """The key of `chain` continued by one block, and its entry when it is the same prefix by content."""
+        parent = chain.entries[-1] if chain.entries else None
+        # 17 bytes set a request's salt apart from every key, which has 16.
+        key = self._key(parent.key if parent is not None else bytes(17) + chain.salt, tokens)
+        entry = self.entries.get(key)
+        if entry is None or entry.parent is not parent or entry.tokens != tokens or entry.salt != chain.salt:
+            return key, None
+        return key, entry
+
+    def _pack(self, token_ids: Sequence[int], j: int) -> bytes:
+        return array("q", token_ids[j * self._block_size : (j + 1) * self._block_size]).tobytes()
+
+    def _at(self, chain: Chain, boundary: int) -> Entry | None:
+        j = boundary // self._block_size - 1
+        return chain.entries[j] if j < len(chain.entries) else None
+
+    def _touch(self, entry: Entry) -> None:
+        self._clock += 1
+        entry.used = self._clock
+        self._offer(entry)
+
+    def _offer(self, entry: Entry) -> None:
+        """Queue a leaf for eviction. Items that have become untrue stay in the heap until they surface."""
+        if entry.num_children or not entry.alive:
+            return
+        if len(self._leaves) > 2 * len(self.entries) + 64:
+            self._leaves = [self._item(e) for e in self.entries.values() if not e.num_children and e is not entry]
+            heapq.heapify(self._leaves)
+        heapq.heappush(self._leaves, self._item(entry))
+
+    def _item(self, entry: Entry) -> tuple[bool, int, bytes]:
+        return entry.slot != NO_SLOT, entry.used, entry.key
+
+    def _pop_leaf(self) -> Entry | None:
+        while self._leaves:
+            item = heapq.heappop(self._leaves)
+            entry = self.entries.get(item[2])
+            if entry is not None and entry.num_children == 0 and item == self._item(entry):
+                return entry
+        return None
+
+    def _forget_state(self, entry: Entry) -> None:
+        slot, entry.slot = entry.slot, NO_SLOT
+        del self._states[entry.key]
+        self._slots.uncache(slot)
+        self._offer(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        assert entry.num_children == 0, "an entry is removed from under its children"
+        if entry.slot != NO_SLOT:
+            self._forget_state(entry)
+        del self.entries[entry.key]
+        entry.alive = False
+        self._blocks.uncache(entry.block)
+        if entry.parent is not None:
+            entry.parent.num_children -= 1
+            self._offer(entry.parent)
