@@ -1,0 +1,381 @@
+"""The API process's end of the engine: starts its process, submits requests, hands out what each step gave.
+
+Belongs to one asyncio loop. Knows no text, no HTTP and no tensor. When the engine process ends, whoever waits for it
+gets an EngineStoppedError, now and ever after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from deltaserve.config import EngineConfig
+from deltaserve.core.request import Output, Request
+from deltaserve.core.stats import Stats
+from deltaserve.engine.messages import (
+    Cancel,
+    Command,
+    EngineInfo,
+    Failed,
+    Launch,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Rejected,
+    Report,
+    Stop,
+    Submit,
+)
+
+logger = logging.getLogger(__name__)
+
+ENGINE = "deltaserve.engine.process:load"
+MAX_IPC_PATH = 100
+"""Characters; the system's limit for a socket's path is a little above."""
+LAST_WORD_SECONDS = 0.2
+"""How long the last message of an ended process may take to be read."""
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine process has ended, or is about to."""
+
+
+class OverloadedError(RuntimeError):
+    """More requests wait than may."""
+
+
+class StreamClosedError(RuntimeError):
+    """Whoever wanted the outputs has gone away."""
+
+
+@dataclass(frozen=True)
+class EngineLaunch:
+    """How an engine process is started. `factory` is `module:name` of what makes one of a config."""
+
+    config: EngineConfig
+    factory: str = ENGINE
+    log_level: str = "info"
+
+
+class Stream:
+    """The outputs of some requests that were submitted together, in batches: whatever came since the last look."""
+
+    def __init__(self, client: EngineClient, request_ids: list[str]) -> None:
+        self._client = client
+        self._request_ids = request_ids
+        self._index = {request_id: index for index, request_id in enumerate(request_ids)}
+        self._open = set(request_ids)
+        self._batch: list[tuple[int, Output]] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> list[tuple[int, Output]]:
+        """Waits for outputs; each comes with its request's place in the submission.
+
+        Raises ValueError when the engine refuses a request, EngineStoppedError, and StreamClosedError after `close`.
+        """
+        if not self._batch and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._batch:
+            batch, self._batch = self._batch, []
+            return batch
+        assert self._error is not None, "a stream was woken for nothing"
+        raise self._error
+
+    def cancel(self, index: int, reason: str) -> None:
+        """Ends one request; what has come of it stays, nothing more comes. Harmless when it has ended."""
+        request_id = self._request_ids[index]
+        if request_id in self._open:
+            self._open.discard(request_id)
+            self._client.cancel([request_id], reason)
+
+    def close(self, reason: str = "abort") -> None:
+        """Ends all that still runs, wakes whoever waits. May be called at any time, and again."""
+        if self._open:
+            self._client.cancel(list(self._open), reason)
+            self._open.clear()
+        self.fail(StreamClosedError("the stream was closed"))
+
+    def put(self, output: Output) -> None:
+        """For the client: one more output. The waiter runs after the whole step has been put."""
+        if output.finish_reason is not None:
+            self._open.discard(output.request_id)
+        self._batch.append((self._index[output.request_id], output))
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """For the client: nothing more will come. The first error stays."""
+        if self._error is None:
+            self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """One engine process. `start` first; `close` always."""
+
+    info: EngineInfo
+    """Set by `start`."""
+    stats: Stats
+    """The engine's figures after its last step. Set by `start`."""
+
+    def __init__(self, launch: EngineLaunch) -> None:
+        self.failure: str | None = None
+        """Why the engine is gone; None while it is there."""
+        self._launch = launch
+        self._streams: dict[str, Stream] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Report)
+        self._resources = contextlib.ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closing = False
+        self._pings = 0
+        self._pong: asyncio.Future[None] | None = None
+        self._moved_at = time.monotonic()
+        self._on_failure: list[Callable[[str], None]] = []
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> EngineInfo:
+        """Starts the process and waits until the engine can serve.
+
+        Raises ValueError for a choice of the user's that the engine refuses, EngineStoppedError for any other failure.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        address = self._bind()
+        process = self._process = subprocess.Popen(
+            [sys.executable, "-m", "deltaserve.engine.process"], stdin=subprocess.PIPE, process_group=0
+        )
+        threading.Thread(target=self._watch, args=(process,), daemon=True, name="watch-engine").start()
+        self._receiver = self._loop.create_task(self._receive())
+        self._hand_over(process, address)
+        await self._ready
+        return self.info
+
+    async def close(self, timeout: float = 5.0) -> None:
+        """Ends the process, kindly for `timeout` seconds. Open streams fail."""
+        self._closing = True
+        self._fail("the server is shutting down")
+        process = self._process
+        if process is not None:
+            self._post(Stop())
+            await asyncio.to_thread(self._end, process, timeout)
+            self._receiver.cancel()
+        self._resources.close()
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        if self._process is not None:
+            self._process.kill()
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the process; None while it runs. Negative: the signal that ended it."""
+        return None if self._process is None else self._process.returncode
+
+    @property
+    def process_id(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        """Called once with the reason when the engine goes away by itself."""
+        self._on_failure.append(callback)
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return len(self._streams)
+
+    def submit(self, requests: list[Request]) -> Stream:
+        """Sends requests that belong together; their ids must be new.
+
+        Raises OverloadedError when they would wait behind too many, ValueError when they are more than could ever be
+        taken at once, EngineStoppedError.
+        """
+        if self.failure is not None:
+            raise EngineStoppedError(self.failure)
+        self._refuse_overload(len(requests))
+        stream = Stream(self, [request.request_id for request in requests])
+        if not self._streams:
+            self._moved_at = time.monotonic()
+        for request in requests:
+            assert request.request_id not in self._streams, f"request id {request.request_id} is in use"
+            self._streams[request.request_id] = stream
+        self._post(Submit(requests))
+        return stream
+
+    def cancel(self, request_ids: Iterable[str], reason: str) -> None:
+        """Ends requests, in whatever phase they are. Unknown ids are no fault."""
+        gone = [request_id for request_id in request_ids if self._streams.pop(request_id, None) is not None]
+        if gone:
+            self._post(Cancel(gone, reason))
+
+    def _refuse_overload(self, count: int) -> None:
+        """Requests that have not begun may be as many as `max_waiting`, and as many more as can begin at once."""
+        config = self._launch.config
+        most = config.max_waiting + self.info.max_num_seqs
+        if count > most:
+            raise ValueError(
+                f"{count} sequences in one request (prompts times n); at most {most} can be taken at once: "
+                "send them in several requests, or raise --max-waiting"
+            )
+        waiting = self.num_open - self.stats.running + count
+        room = config.max_waiting
+        if not self.stats.waiting:
+            room += max(0, self.info.max_num_seqs - self.stats.running)
+        if waiting > room:
+            raise OverloadedError(f"{self.num_open} requests are open and no more than {config.max_waiting} may wait")
+
+    # ---- health ----------------------------------------------------------------------------------------------------
+
+    async def trouble(self, timeout: float) -> str | None:
+        """None while the engine answers within `timeout` seconds and moves what it has; else what is wrong."""
+        if self.failure is not None:
+            return self.failure
+        still = time.monotonic() - self._moved_at
+        if self._streams and still > timeout:
+            return f"{self.num_open} requests are open, and none has moved for {still:.1f} s"
+        if self._pong is None or self._pong.done():
+            self._pong = self._loop.create_future()
+            self._pings += 1
+            self._post(Ping(self._pings))
+        try:
+            await asyncio.wait_for(asyncio.shield(self._pong), timeout)
+        except TimeoutError:
+            return f"the engine has not answered for {timeout:g} s"
+        return self.failure
+
+    # ---- the wire --------------------------------------------------------------------------------------------------
+
+    def _bind(self) -> str:
+        """Opens our end of the wire: a socket in a private folder, or the loopback where there are none."""
+        context = self._resources.enter_context(zmq.asyncio.Context())
+        self._socket = self._resources.enter_context(context.socket(zmq.PAIR))
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if zmq.has("ipc"):
+            folder = Path(tempfile.mkdtemp(prefix="deltaserve-"))
+            self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
+            if len(str(folder / "engine")) <= MAX_IPC_PATH:
+                self._socket.bind(f"ipc://{folder / 'engine'}")
+                return f"ipc://{folder / 'engine'}"
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        return f"tcp://127.0.0.1:{port}"
+
+    def _hand_over(self, process: subprocess.Popen[bytes], address: str) -> None:
+        """Tells the process what it is to do. Its input stays open for as long as we live."""
+        launch = Launch(
+            config=self._launch.config,
+            address=address,
+            factory=self._launch.factory,
+            search_path=[entry or "." for entry in sys.path],
+            log_level=self._launch.log_level,
+        )
+        assert process.stdin is not None, "the process has no input"
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: the watcher tells
+            process.stdin.write(msgspec.json.encode(launch) + b"\n")
+            process.stdin.flush()
+
+    def _post(self, command: Command) -> None:
+        """Queues a command. The socket has no limit, so this neither waits nor fails while it is open."""
+        if not self._socket.closed:
+            self._socket.send(self._encoder.encode(command))
+
+    async def _receive(self) -> None:
+        while True:
+            report = self._decoder.decode(await self._socket.recv())
+            match report:
+                case Progress(outputs, stats):
+                    self._update(stats)
+                    for output in outputs:
+                        self._deliver(output)
+                case Rejected(request_id, message):
+                    stream = self._streams.pop(request_id, None)
+                    if stream is not None:
+                        stream.fail(ValueError(message))
+                case Pong(_, stats):
+                    self._update(stats)
+                    if self._pong is not None and not self._pong.done():
+                        self._pong.set_result(None)
+                case Ready(info, stats):
+                    self.info, self.stats = info, stats
+                    self._ready.set_result(None)
+                case Failed(message, refused):
+                    self._fail(message, ValueError if refused else EngineStoppedError)
+
+    def _deliver(self, output: Output) -> None:
+        if output.finish_reason is None:
+            stream = self._streams.get(output.request_id)
+        else:
+            stream = self._streams.pop(output.request_id, None)
+        if stream is not None:  # else it was cancelled while this was under way
+            stream.put(output)
+
+    def _update(self, stats: Stats) -> None:
+        before, self.stats = self.stats, stats
+        if stats.prefilled_tokens != before.prefilled_tokens or stats.generated_tokens != before.generated_tokens:
+            self._moved_at = time.monotonic()
+
+    # ---- death -----------------------------------------------------------------------------------------------------
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """In a thread of its own: waits for the process to end."""
+        code = process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(self._loop.call_later, LAST_WORD_SECONDS, self._on_exit, code)
+
+    def _on_exit(self, code: int) -> None:
+        cause = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        self._fail(f"the engine process {cause}")
+
+    def _fail(self, reason: str, kind: type[Exception] = EngineStoppedError) -> None:
+        """The engine is gone: everyone who waits for it hears why. The first reason stays."""
+        if self.failure is not None:
+            return
+        self.failure = reason
+        if not self._closing:
+            logger.error("%s", reason)
+        for stream in set(self._streams.values()):
+            stream.fail(EngineStoppedError(reason))
+        self._streams.clear()
+        if self._pong is not None and not self._pong.done():
+            self._pong.set_result(None)
+        if self._process is not None and not self._ready.done():
+            self._ready.set_exception(kind(reason))
+            self._ready.exception()  # whoever gave up waiting leaves no complaint behind
+        elif not self._closing:
+            for callback in self._on_failure:
+                callback(reason)
+
+    def _end(self, process: subprocess.Popen[bytes], timeout: float) -> None:
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            logger.warning("the engine process did not end within %g s and is killed", timeout)
+            process.kill()
+            process.wait()
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()

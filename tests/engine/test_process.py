@@ -1,0 +1,153 @@
+"""The engine process's loop over a socket, in this process: what it answers to each command, and its last words."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from deltaserve.config import EngineConfig
+from deltaserve.core.request import Request, SamplingParams
+from deltaserve.engine.messages import (
+    Cancel,
+    Command,
+    Failed,
+    Launch,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Rejected,
+    Report,
+    Stop,
+    Submit,
+)
+from deltaserve.engine.process import find_factory, serve
+from tests.engine import scripted
+
+ENCODER, DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Report)
+
+
+class Peer:
+    """The API process's side."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self.code: int | None = None
+
+    def say(self, command: Command) -> None:
+        self.socket.send(ENCODER.encode(command))
+
+    def hear(self) -> Report:
+        assert self.socket.poll(5000), "nothing was said within 5 s"
+        report: Report = DECODER.decode(self.socket.recv())
+        return report
+
+
+@contextmanager
+def serving(factory: str = "fast", **config: Any) -> Iterator[Peer]:
+    launch = Launch(
+        config=EngineConfig(**config), address="", factory=f"tests.engine.scripted:{factory}", search_path=[]
+    )
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://engine")
+        theirs.connect("inproc://engine")
+        peer = Peer(ours)
+
+        def work() -> None:
+            peer.code = serve(launch, theirs)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            yield peer
+        finally:
+            peer.say(Stop())
+            thread.join(10)
+            assert not thread.is_alive(), "told to stop, it goes on"
+
+
+def ask(name: str, **params: Any) -> Request:
+    return Request(request_id=name, prompt_token_ids=[3, 4], params=SamplingParams(**params), arrival=0.0)
+
+
+def test_one_message_a_step_then_one_when_idle() -> None:
+    with serving() as peer:
+        assert isinstance(peer.hear(), Ready)
+        peer.say(Submit([ask("a", max_tokens=2), ask("b", max_tokens=3)]))
+        steps = [peer.hear() for _ in range(4)]
+        assert all(isinstance(report, Progress) for report in steps)
+        named = [[output.request_id for output in step.outputs] for step in steps if isinstance(step, Progress)]
+        assert named == [["a", "b"], ["a", "b"], ["b"], []]
+        last = steps[-1]
+        assert isinstance(last, Progress)
+        assert (last.stats.running, last.stats.generated_tokens) == (0, 5)
+        peer.say(Ping(7))
+        pong = peer.hear()
+        assert isinstance(pong, Pong)
+        assert pong.number == 7
+    assert peer.code == 0
+
+
+def test_a_cancel_reaches_waiting_and_running_requests() -> None:
+    with serving("slow", max_num_seqs=1) as peer:
+        peer.hear()
+        peer.say(Submit([ask("runs", max_tokens=4000), ask("waits", max_tokens=4000)]))
+        peer.hear()
+        peer.say(Cancel(["runs", "waits", "nobody"], "gone"))
+        while True:
+            report = peer.hear()
+            assert isinstance(report, Progress)
+            if not report.outputs:
+                break
+        assert report.stats.aborts == {"gone": 2}
+        assert (report.stats.running, report.stats.waiting) == (0, 0)
+
+
+def test_a_refused_request_is_told_and_the_rest_goes_on() -> None:
+    with serving(max_model_len=2, max_num_batched_tokens=64) as peer:
+        peer.hear()
+        good = Request(request_id="good", prompt_token_ids=[3], params=SamplingParams(max_tokens=1), arrival=0.0)
+        peer.say(Submit([ask("bad", max_tokens=1), good]))
+        refusal, answer = peer.hear(), peer.hear()
+        assert refusal == Rejected("bad", "the engine has no room for 2 tokens")
+        assert isinstance(answer, Progress)
+        assert answer.outputs[0].request_id == "good"
+
+
+@pytest.mark.parametrize(
+    ("factory", "last_word", "code"),
+    [
+        ("refusing", Failed("model is None; there is no such model, name another", refused=True), 2),
+        ("failing", Failed("the engine did not start: ArithmeticError: told to fail at the start", refused=False), 1),
+    ],
+)
+def test_a_failed_start(factory: str, last_word: Failed, code: int) -> None:
+    with serving(factory) as peer:
+        assert peer.hear() == last_word
+    assert peer.code == code
+
+
+def test_a_failed_step() -> None:
+    with serving() as peer:
+        peer.hear()
+        peer.say(Submit([ask("bad", seed=scripted.RAISE)]))
+        assert peer.hear() == Failed("the engine failed: ArithmeticError: told to fail", refused=False)
+    assert peer.code == 1
+
+
+def test_the_factory_is_found_by_name() -> None:
+    assert find_factory("tests.engine.scripted:fast") is scripted.fast
+
+
+def test_a_launch_survives_the_wire() -> None:
+    config = EngineConfig(model="somewhere", max_num_seqs=3, cache_memory_gib=0.5, dtype="bfloat16")
+    launch = Launch(config=config, address="ipc://x", factory="a:b", search_path=["p"])
+    line = msgspec.json.encode(launch)
+    assert b"\n" not in line
+    assert msgspec.json.decode(line, type=Launch) == launch
