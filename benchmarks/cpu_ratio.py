@@ -1,0 +1,170 @@
+"""How much faster than transformers, on this machine's CPU, with the built-in model: `make bench`.
+
+Everything is measured in one run with the same threads and dtype, and told as ratios, so that figures from different
+machines can be compared. A table for people, then one JSON line a measurement. Nothing here passes or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.peer import Peer
+from benchmarks.streams import stream_all
+from deltaserve import LLM, SamplingParams
+from tests.serving import serving
+
+BUILTIN = Path(__file__).resolve().parents[1] / "src" / "deltaserve" / "builtin"
+GOALS = {"one request": 2.5, "16 requests": 3.0, "server / offline": 0.8}
+NUM_REQUESTS = 16
+IMPORT = "import time; start = time.perf_counter(); import deltaserve; print(time.perf_counter() - start)"
+
+
+def environment(threads: int, dtype: str) -> dict[str, Any]:
+    """What a figure depends on."""
+    names = {
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    }
+    return {
+        "cpu": ", ".join(sorted(names)) or platform.processor(),
+        "threads": threads,
+        "dtype": dtype,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("deltaserve", "torch", "transformers")},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def prompts_of(count: int, longest: int, vocab_size: int) -> list[list[int]]:
+    """Prompts of random ids, of `count` different lengths up to `longest`."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [longest * (number + 1) // count for number in range(count)]
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def rate(run: Callable[[], int], repeat: int) -> tuple[float, list[float]]:
+    """Output tokens a second: the median of `repeat` runs after one that warms up, and all of them."""
+    run()
+    rates = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        rates.append(run() / (time.perf_counter() - start))
+    return statistics.median(rates), rates
+
+
+def measure_offline(threads: int, dtype: str, num_tokens: int, repeat: int) -> list[dict[str, Any]]:
+    """One request and sixteen, by transformers and by the engine in this process."""
+    torch.set_num_threads(threads)
+    peer = Peer(BUILTIN, dtype)
+    llm = LLM(dtype=dtype, num_threads=threads)
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+    def ours(prompts: list[list[int]]) -> int:
+        return sum(len(output.token_ids) for output in llm.generate(prompts, params))
+
+    def theirs(prompts: list[list[int]]) -> int:
+        return sum(map(len, peer.generate(prompts, num_tokens)))
+
+    records = []
+    ordinary = peer.model.config.eos_token_id or 2000
+    for name, prompts in (
+        ("one request", prompts_of(1, 128, ordinary)),
+        ("16 requests", prompts_of(NUM_REQUESTS, 512, ordinary)),
+    ):
+        our_rate, our_rates = rate(lambda prompts=prompts: ours(prompts), repeat)  # type: ignore[misc]
+        peer_rate, peer_rates = rate(lambda prompts=prompts: theirs(prompts), repeat)  # type: ignore[misc]
+        records.append(
+            {
+                "name": name,
+                "ratio": our_rate / peer_rate,
+                "goal": GOALS[name],
+                "tokens_per_second": our_rate,
+                "transformers_tokens_per_second": peer_rate,
+                "runs": our_rates,
+                "transformers_runs": peer_rates,
+                "prompt_tokens": [len(prompt) for prompt in prompts],
+                "output_tokens": num_tokens,
+            }
+        )
+    llm.close()
+    return records
+
+
+def measure_server(threads: int, dtype: str, num_tokens: int, repeat: int, offline: float) -> list[dict[str, Any]]:
+    """Sixteen streaming clients of a server, against the same sixteen requests offline; and how fast it is ready."""
+    with serving("--dtype", dtype, "--num-threads", str(threads)) as server:
+        ordinary = 2000
+        bodies = [
+            {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+            for prompt in prompts_of(NUM_REQUESTS, 512, ordinary)
+        ]
+        name = json.loads(server.get("/v1/models"))["data"][0]["id"]
+        streams = stream_all(server.port, [body | {"model": name} for body in bodies])
+        served, runs = rate(
+            lambda: sum(stream.num_tokens for stream in stream_all(server.port, [b | {"model": name} for b in bodies])),
+            repeat,
+        )
+        ready = server.ready_after
+    return [
+        {
+            "name": "server / offline",
+            "ratio": served / offline,
+            "goal": GOALS["server / offline"],
+            "tokens_per_second": served,
+            "runs": runs,
+            "first_token_seconds": statistics.median(stream.first for stream in streams),
+        },
+        {"name": "serve until ready", "seconds": ready, "goal": 10.0},
+    ]
+
+
+def measure_import() -> dict[str, Any]:
+    command = [sys.executable, "-c", IMPORT]
+    runs = [float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(5)]
+    return {"name": "import deltaserve", "seconds": min(runs), "goal": 0.3, "runs": runs}
+
+
+def print_table(records: list[dict[str, Any]]) -> None:
+    print(f"{'':<20}{'deltaserve':>14}{'transformers':>14}{'ratio':>9}{'goal':>9}")
+    for record in records:
+        if "ratio" in record:
+            peer = record.get("transformers_tokens_per_second")
+            theirs = f"{peer:.1f} tok/s" if peer else ""
+            ours = f"{record['tokens_per_second']:.1f} tok/s"
+            print(f"{record['name']:<20}{ours:>14}{theirs:>14}{record['ratio']:>9.2f}{'>= ' + str(record['goal']):>9}")
+        else:
+            print(f"{record['name']:<20}{record['seconds']:>12.3f} s{'':>23}{'<= ' + str(record['goal']):>9}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every process that computes")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--num-tokens", type=int, default=128, help="output tokens of each request")
+    parser.add_argument("--repeat", type=int, default=3, help="timed runs of each measurement")
+    chosen = parser.parse_args()
+    facts = environment(chosen.threads, chosen.dtype)
+    records = [measure_import()]
+    records += measure_offline(chosen.threads, chosen.dtype, chosen.num_tokens, chosen.repeat)
+    offline = records[-1]["tokens_per_second"]
+    records += measure_server(chosen.threads, chosen.dtype, chosen.num_tokens, chosen.repeat, offline)
+    print(f"{facts['cpu']}, {facts['threads']} threads, {facts['dtype']}, torch {facts['versions']['torch']}\n")
+    print_table(records)
+    print()
+    for record in records:
+        print(json.dumps(record | {"environment": facts}))
+
+
+if __name__ == "__main__":
+    main()
