@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable
 from pathlib import Path
-
-import msgspec
 
 from deltaserve.cache.manager import CacheManager
 from deltaserve.config import EngineConfig
@@ -24,14 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineDeadError(RuntimeError):
-    """A step failed, or its books do not balance: nothing that the engine holds can be trusted any more.
+    """A step failed, or the books do not balance: nothing that the engine holds can be trusted any more.
 
-    `outputs` ends every open request with an error; whoever catches this delivers them and lets the process go.
+    Every later call says so again. Whoever catches it owes all open requests an error; there is no going on.
     """
-
-    def __init__(self, reason: str, outputs: list[Output]) -> None:
-        super().__init__(reason)
-        self.outputs = outputs
 
 
 class Engine:
@@ -64,29 +57,20 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=memory.max_model_len,
             eos_token_ids=sorted({*blueprint.model.eos_token_ids, *self.generation_defaults.eos_token_ids}),
+            seed=config.seed,
         )
-        self._seeds = random.Random(config.seed)
-        self._open: dict[str, None] = {}
-        self._unusable: str | None = None
+        self._unusable: Exception | None = None
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for one that cannot be computed; nothing has changed then."""
         self._must_be_usable()
-        if request.request_id in self._open:
-            raise ValueError(f"request id {request.request_id!r} is already in use; choose another")
         validate(request, self.model_config.vocab_size, self.max_model_len)
-        if request.params.seed is None:
-            params = msgspec.structs.replace(request.params, seed=self._seeds.getrandbits(63))
-            request = msgspec.structs.replace(request, params=params)
         self.scheduler.add(request)
-        self._open[request.request_id] = None
 
     def abort(self, request_id: str, reason: str) -> bool:
         """End a request at any moment; no output follows. False when there is no such request (any more)."""
-        self._open.pop(request_id, None)
         found = self.scheduler.abort(request_id, reason)
-        if not self.scheduler.has_work:
-            self.scheduler.check()
+        self._check_when_idle()
         return found
 
     def has_work(self) -> bool:
@@ -97,18 +81,16 @@ class Engine:
         self._must_be_usable()
         try:
             plan = self.scheduler.plan()
-            outputs = self.scheduler.commit(plan, self.workers.step(plan)) if plan is not None else []
-            if not self.scheduler.has_work:
-                self.scheduler.check()
-        except Exception as error:
-            raise self._die(error) from error
-        except BaseException as interruption:
-            # A step cut short by Ctrl-C leaves the books as open as one that failed.
-            self._die(interruption)
+            if plan is None:
+                return []
+            outputs = self.scheduler.commit(plan, self.workers.step(plan))
+            self._check_when_idle()
+        except BaseException as error:
+            # Ctrl-C in the middle of a step leaves the books as open as a failure does.
+            self._unusable = EngineDeadError(f"the engine has died: {type(error).__name__}: {error}")
+            if isinstance(error, Exception):
+                raise self._unusable from error
             raise
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._open.pop(output.request_id, None)
         return outputs
 
     def stats(self) -> Stats:
@@ -119,18 +101,14 @@ class Engine:
         self.scheduler.check()
 
     def close(self) -> None:
-        """Let go of all memory. Harmless when repeated; a closed engine refuses everything else."""
-        if self._unusable != "the engine is closed":
-            self._unusable = "the engine is closed"
-            self._open.clear()
-            self.workers.close()
+        """Let go of all memory. Harmless when repeated; a closed engine takes no request and no step."""
+        self._unusable = RuntimeError("the engine is closed")
+        self.workers.close()
+
+    def _check_when_idle(self) -> None:
+        if not self.scheduler.has_work:
+            self.scheduler.check()
 
     def _must_be_usable(self) -> None:
         if self._unusable is not None:
-            raise RuntimeError(self._unusable)
-
-    def _die(self, error: BaseException) -> EngineDeadError:
-        self._unusable = f"the engine has died: {type(error).__name__}: {error}"
-        outputs = [Output(request_id=name, finish_reason="error", error=self._unusable) for name in self._open]
-        self._open.clear()
-        return EngineDeadError(self._unusable, outputs)
+            raise self._unusable

@@ -22,11 +22,12 @@ class Workers:
         it = blueprint
         model = load_model(it.path, it.model, it.dtype, it.device, progress=True)
         pools = allocate(it.model, it.memory, it.dtype, it.state_dtype, fill)
-        self.runner = Runner(model, it.model.vocab_size, it.memory, pools, it.dtype)
+        self.runner: Runner | None = Runner(model, it.model.vocab_size, it.memory, pools, it.dtype)
 
     def step(self, plan: Plan) -> Result:
+        assert self.runner is not None, "the workers are closed"
         return self.runner.step(plan)
 
     def close(self) -> None:
         """Lets go of the model and the pools."""
-        del self.runner
+        self.runner = None

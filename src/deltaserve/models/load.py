@@ -24,7 +24,7 @@ from deltaserve.models.hub import resolve
 from deltaserve.models.names import Choice, Form, Piece, model_choices, mtp_choices
 from deltaserve.models.qwen3_next import Qwen3Next
 
-__all__ = ["checkpoint_tensors", "load_model", "resolve"]
+__all__ = ["checkpoint_tensors", "empty_model", "load_model", "plan_loading", "resolve"]
 
 DTYPES = ("F32", "BF16", "F16")
 BATCH_BYTES = 64 << 20
@@ -41,6 +41,11 @@ class Job:
     name: str
     info: TensorInfo
     piece: Piece
+
+
+def empty_model(config: ModelConfig, dtype: torch.dtype) -> Qwen3Next:
+    """The model's shapes and dtypes, as `load_model` would fill them; nothing is allocated."""
+    return Qwen3Next(config, dtype, torch.device("meta"))
 
 
 def load_model(
