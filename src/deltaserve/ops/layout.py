@@ -18,7 +18,7 @@ BLOCK = 64
 """Tokens in one KV block."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segment:
     """Contiguous rows of one step that are computed alike. Only the facades in `api.py` loop over segments.
 
@@ -59,14 +59,14 @@ class Layout:
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What `once` has derived so far; dies with the layout."""
 
-    def once(self, derive: Callable[[Layout, Segment], Derived], segment: Segment) -> Derived:
-        """`derive(self, segment)`, computed at the first layer that asks and shared by the others.
+    def once(self, derive: Callable[..., Derived], *args: Any) -> Derived:
+        """`derive(self, *args)`, computed at the first layer that asks and shared by the others of the step.
 
         The tensors of a layout are not changed after the first call.
         """
-        key = (derive, segment.token_start)
+        key = (derive, *args)
         if key not in self.memo:
-            self.memo[key] = derive(self, segment)
+            self.memo[key] = derive(self, *args)
         result: Derived = self.memo[key]
         return result
 
@@ -137,3 +137,36 @@ def _segments(lengths: Sequence[int], num_step: int, device: torch.device | str)
         segments.append(Segment(is_step, first, last, token, token + bounds[-1], max(own), cu_seqlens))
         token += bounds[-1]
     return tuple(segments)
+
+
+@dataclass(frozen=True)
+class SlotIndex:
+    """The slots of one segment as index tensors. Made by `slot_index`, through `Layout.once`."""
+
+    read: Tensor
+    """int64 [rows]: what to gather; a row that starts from the zero state has a valid id here all the same."""
+    fresh: Tensor | None
+    """bool [rows]: rows that start from the zero state; None if no row does."""
+    kept_token: Tensor
+    """int64 [kept]: tokens, counted from the segment's first, after which the state is kept."""
+    kept_slot: Tensor
+    """int64 [kept]: where."""
+
+
+def slot_index(layout: Layout, segment: Segment) -> SlotIndex:
+    read = layout.read_slot[segment.row_start : segment.row_end]
+    write = layout.write_slot[segment.token_start : segment.token_end]
+    fresh = read < 0
+    kept_token = (write >= 0).nonzero().squeeze(1)
+    return SlotIndex(read.clamp(min=0), fresh if bool(fresh.any()) else None, kept_token, write[kept_token])
+
+
+def read_slots(pool: Tensor, index: SlotIndex) -> Tensor:
+    """A copy of the states that the rows of a segment start from: [rows, ...].
+
+    The zero state is written over what was gathered, never multiplied: a slot may hold NaN.
+    """
+    state = pool.index_select(0, index.read)
+    if index.fresh is not None:
+        state[index.fresh] = 0
+    return state

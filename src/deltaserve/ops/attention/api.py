@@ -31,7 +31,7 @@ def paged_attention(
     assert q_THD.shape[0] == tokens == layout.kv_index.shape[0], "attention: q, k and the layout differ in tokens"
     assert k_TGD.shape == v_TGD.shape, f"attention: k is {tuple(k_TGD.shape)}, v {tuple(v_TGD.shape)}"
     assert q_THD.shape[1] % key_heads == 0, f"attention: {q_THD.shape[1]} query heads on {key_heads} key heads"
-    assert kv_pool.shape[0] == 2 and kv_pool.shape[2:] == (BLOCK, key_heads, width), (
+    assert kv_pool.shape == (2, kv_pool.shape[1], BLOCK, key_heads, width), (
         f"attention: pool {tuple(kv_pool.shape)} does not hold blocks of {BLOCK} x {key_heads} x {width}"
     )
     reference.store(k_TGD, v_TGD, kv_pool, layout)

@@ -30,9 +30,10 @@ def causal_conv(x_TC: Tensor, weight_CW: Tensor, pool_SWC: Tensor, layout: Layou
     assert x_TC.shape == (layout.write_slot.shape[0], channels), (
         f"conv: input {tuple(x_TC.shape)}, expected [{layout.write_slot.shape[0]} tokens, {channels} channels]"
     )
-    assert taps >= 2 and pool_SWC.shape[1:] == (taps - 1, channels), (
+    assert pool_SWC.shape[1:] == (taps - 1, channels), (
         f"conv: pool {tuple(pool_SWC.shape)} does not hold windows of {taps - 1} x {channels}"
     )
+    assert taps >= 2, f"conv: {taps} tap leaves no window to keep"
     assert pool_SWC.dtype == x_TC.dtype, f"conv: pool is {pool_SWC.dtype}, input {x_TC.dtype}"
     parts = [
         (reference.step if segment.is_step else reference.chunk)(x_TC, weight_CW, pool_SWC, layout, segment)

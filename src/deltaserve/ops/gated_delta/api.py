@@ -52,9 +52,9 @@ def gated_delta(
     assert pool_SVKD.shape[1:] == (value_heads, q_THK.shape[2], v_TVD.shape[2]), (
         f"gated delta: pool {tuple(pool_SVKD.shape)} does not hold {value_heads} x {q_THK.shape[2]} x {v_TVD.shape[2]}"
     )
-    gates = reference.gates(a_TV, b_TV, A_log_V, dt_bias_V, v_TVD.dtype)
+    x = reference.prepare(q_THK, k_THK, v_TVD, a_TV, b_TV, A_log_V, dt_bias_V)
     parts = [
-        (reference.step if segment.is_step else reference.chunk)(q_THK, k_THK, v_TVD, gates, pool_SVKD, layout, segment)
+        (reference.step if segment.is_step else reference.chunk)(x, pool_SVKD, layout, segment)
         for segment in layout.segments
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,38 +1,231 @@
-"""The gated delta rule in torch."""
+"""The gated delta rule in torch: token by token for steps, in chunks for prompts (arXiv 2412.06464).
+
+Within a chunk, with G the running sum of g and D[i, j] = exp(G_i - G_j) for j <= i, the corrections u obey
+
+    u_i = beta_i * (v_i - exp(G_i) * S^T k_i - sum over j < i of D[i, j] * (k_i . k_j) * u_j)
+
+which is a unit lower triangular system: the WY form. It is solved for all chunks of all rows at once, once against
+beta * v and once against beta * exp(G) * k; what remains sequential is one product with the state per chunk.
+
+Shape letters beyond api.py's: M chunks of all rows, C places in a chunk, R value heads per key head, X = B * Hv.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from deltaserve.ops.layout import Layout, Segment
+from deltaserve.ops.layout import Layout, Segment, read_slots, slot_index
 
-Gates = tuple[Tensor, Tensor]
-
-
-def gates(a_TV: Tensor, b_TV: Tensor, A_log_V: Tensor, dt_bias_V: Tensor, dtype: torch.dtype) -> Gates:
-    raise NotImplementedError
+CHUNK = 64
+"""Tokens in one chunk. Fixed, so that a row's rounding does not depend on its neighbours."""
 
 
-def step(
+@dataclass(frozen=True)
+class Tokens:
+    """A step's inputs, normalised and gated, in the dtype of the computation."""
+
+    q: Tensor
+    """[T, Hk, K]"""
+    k: Tensor
+    """[T, Hk, K]"""
+    v: Tensor
+    """[T, Hv, V]"""
+    g: Tensor
+    """[T, Hv]: log of the decay, at most 0."""
+    beta: Tensor
+    """[T, Hv]"""
+    dtype: torch.dtype
+    """Of the output."""
+
+
+def prepare(
     q_THK: Tensor,
     k_THK: Tensor,
     v_TVD: Tensor,
-    gates: Gates,
-    pool_SVKD: Tensor,
-    layout: Layout,
-    segment: Segment,
-) -> Tensor:
-    raise NotImplementedError
+    a_TV: Tensor,
+    b_TV: Tensor,
+    A_log_V: Tensor,
+    dt_bias_V: Tensor,
+) -> Tokens:
+    wide = torch.promote_types(v_TVD.dtype, torch.float32)
+    g_TV = -A_log_V.to(wide).exp() * functional.softplus(a_TV.to(wide) + dt_bias_V.to(wide))
+    qk = torch.stack([q_THK, k_THK]).to(wide)
+    q, k = qk * (qk.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return Tokens(q * q.shape[-1] ** -0.5, k, v_TVD.to(wide), g_TV, b_TV.to(wide).sigmoid(), v_TVD.dtype)
 
 
-def chunk(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_TVD: Tensor,
-    gates: Gates,
-    pool_SVKD: Tensor,
-    layout: Layout,
-    segment: Segment,
-) -> Tensor:
-    raise NotImplementedError
+# ---- steps ----
+
+
+def step(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Tensor:
+    """The recurrence itself. All rows have `max_len` tokens; those of one place are computed together."""
+    heads, length = x.v.shape[1], segment.max_len
+    state_XKD = read_slots(pool_SVKD, layout.once(slot_index, segment)).to(x.v.dtype).flatten(0, 1)
+    q, k, v, g, beta = (part[segment.token_start : segment.token_end] for part in (x.q, x.k, x.v, x.g, x.beta))
+    repeats = heads // q.shape[1]
+    q, k = (part.repeat_interleave(repeats, dim=1) if repeats > 1 else part for part in (q, k))
+    decay = g.exp()
+    outputs = []
+    for place, (kept_row, kept_slot) in enumerate(layout.once(kept_by_place, segment)):
+        q_X1K, k_X1K, v_X1D = (part[place::length].reshape(-1, 1, part.shape[-1]) for part in (q, k, v))
+        decay_X11, beta_X11 = (part[place::length].reshape(-1, 1, 1) for part in (decay, beta))
+        state_XKD.mul_(decay_X11)
+        u_X1D = torch.baddbmm(v_X1D, k_X1K, state_XKD, alpha=-1).mul_(beta_X11)
+        state_XKD.addcmul_(k_X1K.transpose(1, 2), u_X1D)
+        outputs.append(torch.bmm(q_X1K, state_XKD).view(-1, heads, v.shape[-1]))
+        state_BVKD = state_XKD.view(-1, *pool_SVKD.shape[1:])
+        kept_BVKD = state_BVKD if kept_row is None else state_BVKD.index_select(0, kept_row)
+        pool_SVKD.index_copy_(0, kept_slot, kept_BVKD.to(pool_SVKD.dtype))
+    return torch.stack(outputs, dim=1).flatten(0, 1).to(x.dtype)
+
+
+def kept_by_place(layout: Layout, segment: Segment) -> list[tuple[Tensor | None, Tensor]]:
+    """For each place in a row: the rows whose state is kept after it (None: all, in order), and where."""
+    index = layout.once(slot_index, segment)
+    row, place = index.kept_token // segment.max_len, index.kept_token % segment.max_len
+    kept: list[tuple[Tensor | None, Tensor]] = []
+    for i in range(segment.max_len):
+        here = place == i
+        every = int(here.sum()) == segment.row_end - segment.row_start
+        kept.append((None if every else row[here], index.kept_slot[here]))
+    return kept
+
+
+# ---- chunks ----
+
+
+@dataclass(frozen=True)
+class ChunkIndex:
+    """How the rows of a segment are cut into chunks.
+
+    Rows are ranked by length, the longest first. Chunks are ordered by their number within the row, then by rank: the
+    chunks number c of all rows that have one are neighbours, and belong to the first ranks.
+    """
+
+    row_of_rank: Tensor
+    """int64 [rows]"""
+    bounds: list[int]
+    """Chunks number c are `bounds[c]` to `bounds[c + 1]`."""
+    place: Tensor
+    """int64 [tokens]: chunk * CHUNK + place in the chunk."""
+    end_rank: Tensor
+    """int64: ranks whose state is kept after the last token, in `end_slot`."""
+    end_slot: Tensor
+    inner_place: Tensor
+    """int64: places of the other tokens after which the state is kept, in `inner_slot`."""
+    inner_slot: Tensor
+    inner_by_number: list[tuple[Tensor, Tensor]]
+    """For each c: which of the inner places are in chunks number c, and the ranks of their rows."""
+
+
+def chunk(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Tensor:
+    """Rows of any length, cut into chunks; the tail of a row's last chunk is padded by tokens that change nothing."""
+    index = layout.once(chunk_index, segment)
+    wide, repeats = x.v.dtype, x.v.shape[1] // x.k.shape[1]
+
+    def chunks(part: Tensor) -> Tensor:
+        """[tokens, heads, ...] to [M, heads, C, ...]."""
+        padded = part.new_zeros(index.bounds[-1] * CHUNK, *part.shape[1:])
+        padded.index_copy_(0, index.place, part[segment.token_start : segment.token_end])
+        return padded.view(-1, CHUNK, *part.shape[1:]).transpose(1, 2)
+
+    def per_v_head(part_MHC: Tensor) -> Tensor:
+        return part_MHC.repeat_interleave(repeats, dim=1)
+
+    q_MHCK, k_MHCK = chunks(x.q), chunks(x.k)
+    v_MVCD, beta_MVC1 = chunks(x.v), chunks(x.beta)[..., None]
+    sum_MVC = chunks(x.g).double().cumsum(-1)  # fp32 would lose a small decay beside a large sum
+    above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=sum_MVC.device).triu(1)
+    between_MVCC = (sum_MVC[..., :, None] - sum_MVC[..., None, :]).masked_fill_(above, -torch.inf)
+    decay_MVCC, decay_MVC1 = between_MVCC.to(wide).exp_(), sum_MVC.exp().to(wide)[..., None]
+
+    system_MVCC = per_v_head(k_MHCK @ k_MHCK.transpose(-1, -2)).mul_(decay_MVCC).mul_(beta_MVC1)
+    score_MVCC = per_v_head(q_MHCK @ k_MHCK.transpose(-1, -2)).mul_(decay_MVCC)
+    q_MVCK, k_MVCK = per_v_head(q_MHCK), per_v_head(k_MHCK)
+    sides = torch.cat([v_MVCD, k_MVCK * decay_MVC1], dim=-1).mul_(beta_MVC1)
+    solved = torch.linalg.solve_triangular(system_MVCC, sides, upper=False, unitriangular=True)
+    u_MVCD, w_MVCK = (part.contiguous() for part in solved.split([v_MVCD.shape[-1], k_MVCK.shape[-1]], dim=-1))
+
+    state_BVKD = read_slots(pool_SVKD, layout.once(slot_index, segment)).index_select(0, index.row_of_rank).to(wide)
+    rest_MVCK = k_MVCK * decay_MVCC[..., -1, :, None]
+    o_MVCD, before_IVKD = _pass_over_states(
+        state_BVKD, u_MVCD, w_MVCK, q_MVCK * decay_MVC1, rest_MVCK, decay_MVC1[:, :, -1:], index
+    )
+    o_MVCD += score_MVCC @ u_MVCD
+
+    pool_SVKD.index_copy_(0, index.end_slot, state_BVKD.index_select(0, index.end_rank).to(pool_SVKD.dtype))
+    if len(index.inner_place):
+        m, c = index.inner_place // CHUNK, index.inner_place % CHUNK
+        until_IVCK = k_MVCK[m] * decay_MVCC[m, :, c, :, None]
+        inner_IVKD = before_IVKD * decay_MVC1[m, :, c, :, None] + until_IVCK.transpose(-1, -2) @ u_MVCD[m]
+        pool_SVKD.index_copy_(0, index.inner_slot, inner_IVKD.to(pool_SVKD.dtype))
+    return o_MVCD.transpose(1, 2).flatten(0, 1).index_select(0, index.place).to(x.dtype)
+
+
+def _pass_over_states(
+    state_BVKD: Tensor,
+    u_MVCD: Tensor,
+    w_MVCK: Tensor,
+    q_MVCK: Tensor,
+    rest_MVCK: Tensor,
+    decay_MV11: Tensor,
+    index: ChunkIndex,
+) -> tuple[Tensor, Tensor]:
+    """Carry the states through their chunks, all rows at once; corrects `u` and moves `state` to the end, in place.
+
+    q is decayed from the chunk's start, rest is k decayed to its end, decay is the whole chunk's. Returns what the
+    outputs owe to the states, and the states before the chunks of the inner places [I, Hv, K, V].
+    """
+    heads = state_BVKD.shape[1]
+    before_IVKD = state_BVKD.new_empty(len(index.inner_place), *state_BVKD.shape[1:])
+    o_MVCD = torch.empty_like(u_MVCD)
+    state, u, w, q, rest, decay, o = (
+        part.flatten(0, 1) for part in (state_BVKD, u_MVCD, w_MVCK, q_MVCK, rest_MVCK, decay_MV11, o_MVCD)
+    )
+    for number, (inner, rank) in enumerate(index.inner_by_number):
+        here = slice(index.bounds[number] * heads, index.bounds[number + 1] * heads)
+        active = state[: here.stop - here.start]
+        if len(inner):
+            before_IVKD[inner] = state_BVKD[rank]
+        u[here].baddbmm_(w[here], active, alpha=-1)
+        torch.bmm(q[here], active, out=o[here])
+        active.mul_(decay[here]).baddbmm_(rest[here].transpose(1, 2), u[here])
+    return o_MVCD, before_IVKD
+
+
+def chunk_index(layout: Layout, segment: Segment) -> ChunkIndex:
+    index = layout.once(slot_index, segment)
+    device = segment.cu_seqlens.device
+    lengths = segment.cu_seqlens.diff().long()
+    row_of_rank = lengths.argsort(descending=True, stable=True)
+    rank_of_row = row_of_rank.argsort()
+    num_chunks = -(-lengths // CHUNK)
+    most = int(num_chunks.max())
+    active = (num_chunks[:, None] > torch.arange(most, device=device)).sum(0)
+    bound = torch.cat([active.new_zeros(1), active.cumsum(0)])
+
+    row = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    token = torch.arange(len(row), device=device) - segment.cu_seqlens.long()[row]
+    place = (bound[token // CHUNK] + rank_of_row[row]) * CHUNK + token % CHUNK
+
+    kept_row, kept_token = row[index.kept_token], token[index.kept_token]
+    is_end = kept_token == lengths[kept_row] - 1
+    inner_rank, inner_number = rank_of_row[kept_row][~is_end], kept_token[~is_end] // CHUNK
+    inner_by_number = []
+    for number in range(most):
+        inner = (inner_number == number).nonzero().squeeze(1)
+        inner_by_number.append((inner, inner_rank[inner]))
+    return ChunkIndex(
+        row_of_rank=row_of_rank,
+        bounds=bound.tolist(),
+        place=place,
+        end_rank=rank_of_row[kept_row][is_end],
+        end_slot=index.kept_slot[is_end],
+        inner_place=place[index.kept_token][~is_end],
+        inner_slot=index.kept_slot[~is_end],
+        inner_by_number=inner_by_number,
+    )

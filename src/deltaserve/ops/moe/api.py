@@ -40,5 +40,6 @@ def experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, 
     assert w2_EDI.shape == (num_experts, width, double_inner // 2), (
         f"moe: w13 {tuple(w13_E2ID.shape)} and w2 {tuple(w2_EDI.shape)} do not belong together"
     )
-    assert weights_TK.shape == ids_TK.shape and ids_TK.shape[0] == x_TD.shape[0], "moe: weights, ids and x differ"
+    assert weights_TK.shape == ids_TK.shape, f"moe: weights {tuple(weights_TK.shape)}, ids {tuple(ids_TK.shape)}"
+    assert ids_TK.shape[0] == x_TD.shape[0], f"moe: {ids_TK.shape[0]} tokens are routed, {x_TD.shape[0]} given"
     return reference.experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)

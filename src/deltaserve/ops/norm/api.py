@@ -1,7 +1,7 @@
 """Root-mean-square norms over the last dimension. Know nothing of layers or residual streams.
 
-Two kinds of weight meet here. A *Gemma* norm's checkpoint stores w and means 1 + w: whoever loads it adds the one, once,
-in fp32, because bf16 would lose the small w. The norm inside a gated delta net stores its weight plainly.
+Two kinds of weight meet here. A *Gemma* norm's checkpoint stores w and means 1 + w: whoever loads it adds the one,
+once, in fp32, because bf16 would lose the small w. The norm inside a gated delta net stores its weight plainly.
 
 Shape letters: D width, V width of a value head; `...` any leading dimensions (tokens; tokens and heads).
 """

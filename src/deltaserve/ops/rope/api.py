@@ -35,7 +35,8 @@ def rope_table(
 
     Raises ValueError for another type, an unknown key, or a missing one.
     """
-    assert rotary_dim > 0 and rotary_dim % 2 == 0, f"rope: rotary_dim {rotary_dim} is not a positive even number"
+    assert rotary_dim > 0, f"rope: rotary_dim is {rotary_dim}"
+    assert rotary_dim % 2 == 0, f"rope: rotary_dim {rotary_dim} is odd, but dimensions are rotated in pairs"
     return reference.rope_table(max_len, rotary_dim, theta, scaling or {}, torch.device(device))
 
 

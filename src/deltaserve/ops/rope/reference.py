@@ -34,7 +34,7 @@ def apply_rope(q_THD: Tensor, k_TGD: Tensor, position_T: Tensor, cos_sin: Tensor
     wide = torch.promote_types(q_THD.dtype, torch.float32)
     heads, rotary_dim = q_THD.shape[1], cos_sin.shape[1]
     half = rotary_dim // 2
-    cos_T1R, sin_T1R = cos_sin.to(wide).index_select(0, position_T)[:, None].split(half, dim=-1)
+    cos_T1R, sin_T1R = cos_sin.index_select(0, position_T).to(wide)[:, None].chunk(2, dim=-1)
     qk = torch.cat([q_THD, k_TGD], dim=1)
     first, second = qk[..., :half].to(wide), qk[..., half:rotary_dim].to(wide)
     rotated = torch.cat([first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R], dim=-1)
@@ -50,7 +50,7 @@ def _frequencies(rotary_dim: int, theta: float, scaling: Mapping[str, Any]) -> t
     unknown = scaling.keys() - {"rope_type", "type"} - (YARN_KEYS if kind == "yarn" else frozenset())
     if unknown:
         raise ValueError(f"rope scaling of type {kind!r} does not know {sorted(unknown)}; remove them from the config")
-    period_R2 = theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    period_R2 = torch.pow(theta, torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     if kind == "default":
         return 1.0 / period_R2, 1.0
     for key in ("factor", "original_max_position_embeddings"):
@@ -61,7 +61,7 @@ def _frequencies(rotary_dim: int, theta: float, scaling: Mapping[str, Any]) -> t
 
 def _yarn_frequencies(period_R2: Tensor, rotary_dim: int, theta: float, scaling: Mapping[str, Any]) -> Tensor:
     """Fast dimensions keep their frequency, slow ones are interpolated, a ramp joins them (section 3.2)."""
-    original_len = scaling["original_max_position_embeddings"]
+    factor, original_len = float(scaling["factor"]), int(scaling["original_max_position_embeddings"])
 
     def dim_of(rotations: float) -> float:
         """The dimension that turns `rotations` times over the original length."""
@@ -75,7 +75,7 @@ def _yarn_frequencies(period_R2: Tensor, rotary_dim: int, theta: float, scaling:
         high += 0.001  # a ramp of no width would divide by zero
     ramp_R2 = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     keep_R2 = 1 - ramp_R2
-    return 1.0 / (scaling["factor"] * period_R2) * (1 - keep_R2) + 1.0 / period_R2 * keep_R2
+    return 1.0 / (factor * period_R2) * (1 - keep_R2) + 1.0 / period_R2 * keep_R2
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
@@ -83,8 +83,9 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
 
+    factor = float(scaling["factor"])
+
     def magnitude(weight: float) -> float:
-        factor = scaling["factor"]
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
