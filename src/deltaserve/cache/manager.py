@@ -225,13 +225,18 @@ class CacheManager:
         """
         blocks: list[int] = []
         slots: list[int] = []
+        written: list[int] = []
         for lease in leases:
             assert len(lease.own) == self.max_keep, f"a lease owns {len(lease.own)} slots instead of {self.max_keep}"
             assert lease.read in (NO_SLOT, lease.shared, *lease.own), f"a lease reads slot {lease.read}, not its own"
             assert (lease.read == NO_SLOT) == (lease.num_done == 0), "a lease has a state without tokens, or none with"
             blocks += lease.blocks
-            slots += lease.own + [slot for slot in (lease.shared, lease.spare) if slot != NO_SLOT]
+            written += [*lease.own, *([lease.spare] if lease.spare != NO_SLOT else [])]
+            slots += [lease.shared] if lease.shared != NO_SLOT else []
+        slots += written
         cached_blocks, cached_slots = self._index.check()
+        assert len(set(written)) == len(written), "two leases write one slot"
+        assert not set(written) & set(cached_slots), "a lease writes a slot of the index"
         self._blocks.check("block", blocks, cached_blocks)
         self._slots.check("slot", slots, cached_slots)
 
