@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,8 +24,7 @@ from torch import Tensor
 from deltaserve.core.plan import RowResult, Seating
 from deltaserve.core.request import TokenLogprobs
 from deltaserve.ops.sampling import api as ops
-from deltaserve.runner import seat_params as column
-from deltaserve.runner.seat_params import Seat, SeatParams
+from deltaserve.runner.seat_params import RowParams, Seat, SeatParams
 
 _PIECE = 2**24
 """Logits that `prompt_logprobs` looks at at once; its temporaries are a few times as large."""
@@ -81,21 +79,18 @@ class Sampled:
 
 
 class _Rows:
-    """The rows of one step, request after request. Tensors are made when a stage first asks for them."""
+    """The rows of one step, request after request."""
 
-    def __init__(
-        self, seat_ids: Sequence[int], seats: Sequence[Seat], positions: Sequence[int] | Tensor, drafts: Drafts
-    ) -> None:
+    def __init__(self, seats: Sequence[Seat], positions: Sequence[int] | Tensor, drafts: Drafts) -> None:
         counts = drafts.counts
-        assert len(seat_ids) == len(positions) == len(counts), (
-            f"sampling: {len(seat_ids)} seats, {len(positions)} positions, {len(counts)} counts of drafts"
+        assert len(seats) == len(positions) == len(counts), (
+            f"sampling: {len(seats)} seats, {len(positions)} positions, {len(counts)} counts of drafts"
         )
         assert sum(counts) == len(drafts.token_ids), f"sampling: {len(drafts.token_ids)} drafts, {counts} are counted"
         self.seats = seats
-        self.seat_ids = seat_ids
-        self.device = drafts.token_ids.device
         self._positions = positions
         self._drafts = drafts
+        self._device = drafts.token_ids.device
         # Row r is row offset[r] of request[r]. Request b's rows start at start[b], its drafts at start[b] - b.
         self.request = [b for b, count in enumerate(counts) for _ in range(count + 1)]
         self.offset = [j for count in counts for j in range(count + 1)]
@@ -114,16 +109,13 @@ class _Rows:
         return self.seats[self.request[row]]
 
     def index(self, numbers: Sequence[Any]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
-    @cached_property
-    def seat_of_rows(self) -> Tensor:
-        return self.index([self.seat_ids[request] for request in self.request])
-
-    @cached_property
-    def position_of_rows(self) -> Tensor:
-        first_B = torch.as_tensor(self._positions, dtype=torch.int64, device=self.device)
-        return first_B[self.index(self.request)] + self.index(self.offset)
+    def positions(self) -> list[int] | Tensor:
+        """Of every row."""
+        if isinstance(self._positions, Tensor):
+            return self._positions[self.index(self.request)] + self.index(self.offset)
+        return [self._positions[b] + j for b, j in zip(self.request, self.offset, strict=True)]
 
     def early(self, rows: Sequence[int]) -> list[int]:
         """Those of `rows` that may lie before min_tokens: all, where the host does not know the positions."""
@@ -141,6 +133,8 @@ class _Rows:
     def walk(self, token_R: Tensor, ok_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Each request's tokens [B, J] up to and including the first that is not its draft; how many; all finite."""
         longest = max(self._drafts.counts)
+        if longest == 0:  # what the lines below come to then, for much less on a CPU
+            return token_R[:, None], torch.ones_like(token_R), ok_R
         spans = list(enumerate(zip(self.start, self._drafts.counts, strict=True)))
         row_BJ = self.index([[start + min(j, k) for j in range(longest + 1)] for _, (start, k) in spans])
         draft_BK = self.index([[start - b + j if j < k else -1 for j in range(longest)] for b, (start, k) in spans])
@@ -148,7 +142,7 @@ class _Rows:
         drafts = torch.cat([self._drafts.token_ids, self.index([-1])])
         token_BJ = token_R[row_BJ]
         num_B = (token_BJ[:, :longest] == drafts[draft_BK]).long().cumprod(1).sum(1) + 1
-        behind_BJ = torch.arange(longest + 1, device=self.device) >= num_B[:, None]
+        behind_BJ = torch.arange(longest + 1, device=self._device) >= num_B[:, None]
         return token_BJ, num_B, (ok_R[row_BJ] | behind_BJ).all(1)
 
 
@@ -180,11 +174,12 @@ class Sampler:
         drafts      -        -           None: no request has any
         """
         drafts = drafts or Drafts((0,) * len(seats), self._tensor(()))
-        rows = _Rows(seats, [self._params[seat] for seat in seats], positions, drafts)
+        rows = _Rows([self._params[seat] for seat in seats], positions, drafts)
         assert logits_RV.shape == (len(rows), self._vocab_size), (
             f"sampling: logits {tuple(logits_RV.shape)} for {len(rows)} rows, vocabulary {self._vocab_size}"
         )
-        token_R = self._choose(self._adjust(logits_RV, rows), rows)
+        params = self._params.rows([seats[request] for request in rows.request], rows.positions())
+        token_R = self._choose(self._adjust(logits_RV, rows, params), rows, params)
         token_BJ, num_B, ok_B = rows.walk(token_R, ops.is_finite(logits_RV))
         counted = [b for b, seat in enumerate(rows.seats) if seat.count_row is not None]
         if counted:
@@ -211,7 +206,7 @@ class Sampler:
             found += _as_logprobs([values.tolist() for values in columns], range(len(tokens)), num_top)
         return found
 
-    def _adjust(self, logits_RV: Tensor, rows: _Rows) -> Tensor:
+    def _adjust(self, logits_RV: Tensor, rows: _Rows, params: RowParams) -> Tensor:
         """Penalties, bias and bans: the logits that the tokens are drawn from."""
         penalized = rows.pick(lambda seat: seat.count_row is not None)
         biased = rows.pick(lambda seat: seat.bias)
@@ -220,7 +215,7 @@ class Sampler:
             return logits_RV
         target_RV = logits_RV.clone()
         if penalized:
-            self._penalize(target_RV, penalized, rows)
+            self._penalize(target_RV, penalized, rows, params)
         if biased:
             pairs = [seat.bias for seat in map(rows.seat, biased) if seat.bias]
             row_N = rows.index([row for row, (ids, _) in zip(biased, pairs, strict=True) for _ in range(len(ids))])
@@ -230,50 +225,33 @@ class Sampler:
             lists = [seat.banned for seat in map(rows.seat, banned) if seat.banned is not None]
             row_N = rows.index([row for row, ids in zip(banned, lists, strict=True) for _ in range(len(ids))])
             ids_N = torch.cat(lists)
-            free_from_N = self._params.integers[rows.seat_of_rows[row_N], column.FREE_FROM]
-            is_early_N = rows.position_of_rows[row_N] < free_from_N
+            is_early_R = params.position < params.free_from
             # Finite, so that a row in which every token is banned still gives one.
             lowest = torch.finfo(target_RV.dtype).min
-            target_RV[row_N, ids_N] = target_RV[row_N, ids_N].masked_fill(is_early_N, lowest)
+            target_RV[row_N, ids_N] = target_RV[row_N, ids_N].masked_fill(is_early_R[row_N], lowest)
         return target_RV
 
-    def _penalize(self, target_RV: Tensor, penalized: list[int], rows: _Rows) -> None:
+    def _penalize(self, target_RV: Tensor, penalized: list[int], rows: _Rows, params: RowParams) -> None:
         row_P = rows.index(penalized)
         output_PV, prompt_PV = self._params.counts.of(rows.index([rows.seat(row).count_row for row in penalized]))
         one = torch.ones((), dtype=output_PV.dtype, device=self._device)
         output_PV.index_put_(rows.earlier_drafts(penalized), one, accumulate=True)
-        numbers_FP = self._params.numbers[rows.seat_of_rows[row_P]].to(target_RV.dtype).unbind(1)
-        penalties = (numbers_FP[column.REPETITION], numbers_FP[column.FREQUENCY], numbers_FP[column.PRESENCE])
+        columns = (params.repetition, params.frequency, params.presence)
+        penalties = (column[row_P].to(target_RV.dtype) for column in columns)
         target_RV[row_P] = ops.penalize(target_RV[row_P], output_PV, prompt_PV, *penalties)
 
-    def _choose(self, target_RV: Tensor, rows: _Rows) -> Tensor:
+    def _choose(self, target_RV: Tensor, rows: _Rows, params: RowParams) -> Tensor:
         drawn = rows.pick(lambda seat: not seat.greedy)
         if not drawn:
             return ops.greedy(target_RV)
         if len(drawn) == len(rows):
-            return self._draw(target_RV, drawn, rows)
+            return _draw(target_RV, [rows.seat(row) for row in drawn], params)
         drawn_D = rows.index(drawn)
         greedy_G = rows.index(rows.pick(lambda seat: seat.greedy))
         token_R = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         token_R[greedy_G] = ops.greedy(target_RV[greedy_G])
-        token_R[drawn_D] = self._draw(target_RV[drawn_D], drawn, rows)
+        token_R[drawn_D] = _draw(target_RV[drawn_D], [rows.seat(row) for row in drawn], params.pick(drawn_D))
         return token_R
-
-    def _draw(self, target_DV: Tensor, drawn: list[int], rows: _Rows) -> Tensor:
-        row_D = rows.index(drawn)
-        seat_D = rows.seat_of_rows[row_D]
-        numbers_FD = self._params.numbers[seat_D].unbind(1)
-        integers_ID = self._params.integers[seat_D].unbind(1)
-        weight_DV = ops.weigh(target_DV, numbers_FD[column.TEMPERATURE].to(target_DV.dtype))
-        cut = [d for d, row in enumerate(drawn) if rows.seat(row).cut_width]
-        if cut:
-            width = max(rows.seat(drawn[d]).cut_width for d in cut)
-            cut_C = rows.index(cut)
-            limits = (integers_ID[column.TOP_K][cut_C], numbers_FD[column.TOP_P][cut_C])
-            weight_DV[cut_C] = ops.cut_top(weight_DV[cut_C], target_DV[cut_C], *limits, width)
-        if any(rows.seat(row).min_p for row in drawn):
-            weight_DV = ops.cut_min(weight_DV, numbers_FD[column.MIN_P])
-        return ops.draw(weight_DV, ops.uniform(integers_ID[column.KEY], rows.position_of_rows[row_D]))
 
     def _look_up(
         self, logits_RV: Tensor, token_R: Tensor, rows: _Rows
@@ -291,6 +269,22 @@ class Sampler:
 
     def _tensor(self, numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype, device=self._device)
+
+
+def _draw(target_DV: Tensor, seats: Sequence[Seat], params: RowParams) -> Tensor:
+    """From the temperature on. `seats` and `params` are those of the rows."""
+    weight_DV = ops.weigh(target_DV, params.temperature.to(target_DV.dtype))
+    cut = [row for row, seat in enumerate(seats) if seat.cut_width]
+    width = max(seat.cut_width for seat in seats)
+    if len(cut) == len(seats):
+        weight_DV = ops.cut_top(weight_DV, target_DV, params.top_k, params.top_p, width)
+    elif cut:
+        cut_C = torch.tensor(cut, device=target_DV.device)
+        limits = (params.top_k[cut_C], params.top_p[cut_C])
+        weight_DV[cut_C] = ops.cut_top(weight_DV[cut_C], target_DV[cut_C], *limits, width)
+    if any(seat.min_p for seat in seats):
+        weight_DV = ops.cut_min(weight_DV, params.min_p)
+    return ops.draw(weight_DV, ops.uniform(params.key, params.position))
 
 
 def _as_logprobs(columns: Sequence[list[Any]], rows: range, num_top: int) -> list[TokenLogprobs]:

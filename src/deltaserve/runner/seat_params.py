@@ -1,13 +1,18 @@
 """The sampling parameters of the requests that sit. Knows no logits and no step.
 
-Shape letters: S seats.
+They are numbers that only a new seating changes, so their table is the host's: a step copies its rows to the device in
+one piece, together with the positions, and nothing needs to be gathered there.
+
+Shape letters: S seats, R rows of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,10 +27,8 @@ TOKEN_STREAM = 0
 LEAST_TEMPERATURE = 1e-30
 """What float32 can still divide by; far below it already, only the most likely token has any weight."""
 
-TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(6)
-"""Columns of `SeatParams.numbers`."""
-KEY, TOP_K, FREE_FROM = range(3)
-"""Columns of `SeatParams.integers`."""
+_NUM_FLOATS = 6
+_NUM_INTEGERS = 4
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,29 @@ class Seat:
     """... which is the token of this number in the sequence."""
 
 
-class SeatParams:
-    """
-    Name         Shape    Dtype     Meaning
-    numbers      [S, 6]   float64   temperature, top_p, min_p, repetition, frequency and presence penalty
-    integers     [S, 3]   int64     noise key, top_k (the vocabulary for none), where min_tokens is reached
-    """
+class RowParams(NamedTuple):
+    """The parameters of the rows of a step, on the device: each [R], float64 or int64."""
 
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    key: Tensor
+    """For the noise that draws tokens."""
+    top_k: Tensor
+    """The size of the vocabulary where nothing is cut."""
+    free_from: Tensor
+    """Number, in the sequence, of the first token that min_tokens does not restrict."""
+    position: Tensor
+    """Number, in the sequence, of the token to draw."""
+
+    def pick(self, rows: Tensor) -> RowParams:
+        return RowParams(*(column[rows] for column in self))
+
+
+class SeatParams:
     def __init__(self, num_seats: int, vocab_size: int, device: torch.device, dtype: torch.dtype) -> None:
         """`dtype` is that of the logits."""
         self._vocab_size = vocab_size
@@ -61,8 +80,8 @@ class SeatParams:
         self._dtype = dtype
         self._seats: dict[int, Seat] = {}
         self.counts = TokenCounts(vocab_size, device)
-        self.numbers = torch.zeros(num_seats, 6, dtype=torch.float64, device=device)
-        self.integers = torch.zeros(num_seats, 3, dtype=torch.int64, device=device)
+        # The columns of RowParams in their order; the bits of the float64 ones, so that one copy moves all.
+        self._table = np.zeros((num_seats, _NUM_FLOATS + _NUM_INTEGERS), dtype=np.int64)
 
     def __getitem__(self, seat: int) -> Seat:
         return self._seats[seat]
@@ -88,10 +107,22 @@ class SeatParams:
             banned=self._banned(params),
             free_from=free_from,
         )
-        numbers = (max(params.temperature, LEAST_TEMPERATURE), params.top_p, params.min_p, *penalties)
-        integers = (stream_key(params.seed, TOKEN_STREAM), top_k, free_from)
-        self.numbers[seating.seat] = self._tensor(numbers, torch.float64)
-        self.integers[seating.seat] = self._tensor(integers)
+        floats = (max(params.temperature, LEAST_TEMPERATURE), params.top_p, params.min_p, *penalties)
+        integers = (stream_key(params.seed, TOKEN_STREAM), top_k, free_from, 0)
+        self._table[seating.seat, :_NUM_FLOATS].view(np.float64)[:] = floats
+        self._table[seating.seat, _NUM_FLOATS:] = integers
+
+    def rows(self, seats: Sequence[int], positions: Sequence[int] | Tensor) -> RowParams:
+        """Of one seat per row. `positions` [R]: on the host, or an int64 tensor on the device."""
+        table = self._table[list(seats)]
+        if not isinstance(positions, Tensor):
+            table[:, -1] = positions
+        table_RX = torch.from_numpy(table).to(self._device, non_blocking=True)
+        floats = table_RX[:, :_NUM_FLOATS].view(torch.float64).unbind(1)
+        integers = table_RX[:, _NUM_FLOATS:].unbind(1)
+        if isinstance(positions, Tensor):
+            integers = (*integers[:-1], positions)
+        return RowParams(*floats, *integers)
 
     def _bias(self, params: SamplingParams) -> tuple[Tensor, Tensor] | None:
         if not params.logit_bias:

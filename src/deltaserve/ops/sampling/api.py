@@ -81,9 +81,9 @@ def cut_top(weight_RV: Tensor, logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tens
     Name      Shape    Dtype       Meaning
     weight    [R, V]   int64       from `weigh`
     logits    [R, V]   fp32/fp64   those the weights were made of
-    top_k     [R]      int64       1 to V; V cuts nothing
+    top_k     [R]      int64       1 to width; V cuts nothing
     top_p     [R]      float64     above 0; 1 cuts nothing
-    width     -        -           how many logits are sorted: the largest top_k
+    width     -        -           how many logits are sorted: the largest top_k of the rows
     returns   [R, V]   int64       the weight, or 0
     """
     assert 1 <= width <= logits_RV.shape[1], f"sampling: {width} of {logits_RV.shape[1]} logits to sort"
@@ -117,6 +117,8 @@ def uniform(key_R: Tensor, position_R: Tensor) -> Tensor:
     returns    [R]     float64   0 <= u < 1, a multiple of 2^-53
     """
     assert key_R.shape == position_R.shape, f"sampling: {tuple(key_R.shape)} keys, {tuple(position_R.shape)} positions"
+    if key_R.device.type == "cpu":
+        return reference.uniform_on_host(key_R, position_R)
     return reference.uniform(key_R, position_R)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +15,8 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def is_finite(logits_RV: Tensor) -> Tensor:
-    # A minimum and a maximum carry NaN along; two plain reductions are several times faster than isfinite().all().
-    return (logits_RV.amax(1) - logits_RV.amin(1)).isfinite()
+    # Both carry NaN along; two plain reductions are several times faster than isfinite().all().
+    return (logits_RV.amax(1) - logits_RV.amin(1)) < torch.inf
 
 
 def penalize(
@@ -45,13 +46,13 @@ def weigh(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
 
 def cut_top(weight_RV: Tensor, logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, width: int) -> Tensor:
     value_RW, id_RW = logits_RV.topk(width, 1)
-    kth_R1 = value_RW.gather(1, top_k_R[:, None].clamp(max=width) - 1)
+    kth_R1 = value_RW.gather(1, top_k_R[:, None] - 1)
     weight_RV = weight_RV * (logits_RV >= kth_R1)
 
     sorted_RW = weight_RV.gather(1, id_RW)
     before_RW = sorted_RW.cumsum(1) - sorted_RW
-    kept_R = (before_RW < top_p_R[:, None] * weight_RV.sum(1, keepdim=True)).sum(1)
-    least_R1 = value_RW.gather(1, kept_R[:, None].clamp(1, width) - 1)
+    kept_R1 = (before_RW < top_p_R[:, None] * weight_RV.sum(1, keepdim=True)).sum(1, keepdim=True)
+    least_R1 = value_RW.gather(1, (kept_R1 - 1).clamp_(min=0))
     return weight_RV * (logits_RV >= least_R1)
 
 
@@ -64,6 +65,15 @@ def stream_key(seed: int, stream: int) -> int:
     mixed = (mixed ^ mixed >> 30) * _MIX_1 & _MASK
     mixed = (mixed ^ mixed >> 27) * _MIX_2 & _MASK
     return _signed(mixed ^ mixed >> 31)
+
+
+def uniform_on_host(key_R: Tensor, position_R: Tensor) -> Tensor:
+    """`uniform` in numpy, for tensors on the CPU: a tenth of the time for a few rows."""
+    x_R = (key_R.numpy() + (position_R.numpy() + 1) * np.int64(_signed(_GOLDEN))).view(np.uint64)
+    x_R = (x_R ^ (x_R >> np.uint64(30))) * np.uint64(_MIX_1)
+    x_R = (x_R ^ (x_R >> np.uint64(27))) * np.uint64(_MIX_2)
+    x_R = x_R ^ (x_R >> np.uint64(31))
+    return torch.from_numpy((x_R >> np.uint64(11)) * 2.0**-53)
 
 
 def uniform(key_R: Tensor, position_R: Tensor) -> Tensor:
