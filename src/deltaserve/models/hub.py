@@ -22,7 +22,7 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
     Raises ValueError for what is none of these, for a hub id that is unknown, private or unreachable, and for a hub
     id whose config.json is not supported.
     """
-    is_folder = model is None or Path(model).expanduser().is_dir()
+    is_folder = model is None or (model != "" and Path(model).expanduser().is_dir())
     if is_folder and revision is not None:
         raise ValueError(f"revision is {revision!r}, but the model is a folder; only a hub id has revisions")
     if model is None:
@@ -30,7 +30,7 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
     path = Path(model).expanduser()
     if is_folder:
         return path
-    if path.exists():
+    if model and path.exists():
         raise ValueError(f"model {model} is a file; give the folder of a checkpoint")
     if not HUB_ID.fullmatch(model):
         raise ValueError(
