@@ -76,6 +76,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 _within(name, count, 0, MAX_LOGPROBS)
         self._validate_lists()
 
+    def of_answer(self, number: int) -> SamplingParams:
+        """What the request of answer `number` of `n` gets: its own seed, so that answers differ and can be repeated.
+
+        The first answer is that of n = 1. Noise is hashed from the seed: neighbouring seeds have nothing in common.
+        """
+        seed = None if self.seed is None else (self.seed + number + 2**63) % 2**64 - 2**63
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
     def _validate_lists(self) -> None:
         _at_most("stop strings", len(self.stop), MAX_STOP_STRINGS)
         for text in self.stop:
