@@ -12,7 +12,7 @@ import torch
 
 from deltaserve.config import EngineConfig
 from deltaserve.model_config import ModelConfig, load_config_json
-from deltaserve.models.load import empty_model, resolve
+from deltaserve.models.load import empty_model, plan_loading, resolve
 from deltaserve.runner.device import choose_device, choose_dtype, free_memory, state_dtype
 from deltaserve.runner.memory import MemoryPlan, footprint, solve, weight_bytes
 
@@ -61,5 +61,10 @@ class Blueprint:
 
 
 def inspect(config: EngineConfig) -> str:
-    """What would be built, without reading a weight. Raises as `Blueprint.draw`."""
-    return "\n".join(Blueprint.draw(config).lines())
+    """What would be built, without reading a weight.
+
+    Raises ValueError as `Blueprint.draw`, and for a checkpoint whose files do not hold what its config.json says.
+    """
+    blueprint = Blueprint.draw(config)
+    plan_loading(blueprint.path, blueprint.model)
+    return "\n".join(blueprint.lines())

@@ -1,0 +1,115 @@
+"""Random traffic on one watched engine: arrivals, aborts and preemptions at any moment, every kind of request."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+from deltaserve.core.request import Request, SamplingParams
+from tests.equivalence.truth import Answer, Truth
+from tests.equivalence.watch import Watched
+
+
+class Traffic:
+    """One engine's day. All that happens follows from `draw`."""
+
+    def __init__(self, watched: Watched, truth: Truth, draw: random.Random, *, greedy_only: bool) -> None:
+        self.watched, self.engine, self.truth, self.draw = watched, watched.engine, truth, draw
+        self.greedy_only = greedy_only
+        self.open: dict[str, Answer] = {}
+        self.finished: list[Answer] = []
+        self.seen: Counter[str] = Counter()
+
+    def run(self, num_requests: int, tolerance: float) -> Counter[str]:
+        """Returns how often each kind of event was seen."""
+        draw, engine = self.draw, self.engine
+        arrivals, num_arrived, steps = draw.choice([0.05, 0.3, 1.0]), 0, 0
+        while num_arrived < num_requests or engine.has_work():
+            while num_arrived < num_requests and draw.random() < arrivals:
+                self._arrive(f"r{num_arrived}")
+                num_arrived += 1
+            self._interfere()
+            if engine.has_work():
+                before = engine.stats()
+                self._step()
+                after = engine.stats()
+                moved = (
+                    after.prefilled_tokens + after.generated_tokens > before.prefilled_tokens + before.generated_tokens
+                )
+                assert moved or after.finished != before.finished, "a step without progress"
+            steps += 1
+            assert steps < 100 * num_requests + 10_000, "the traffic does not end"
+        assert not self.open, f"{list(self.open)} have no end"
+        self.watched.assert_nothing_left()
+        stop_ids = sorted(engine.generation_defaults.eos_token_ids)
+        for answer in self.finished:
+            self.truth.check(answer, stop_ids, engine.max_model_len, tolerance)
+            self.seen[f"finished: {answer.finish_reason}"] += 1
+        self.seen["preempted"] += engine.stats().preemptions
+        self.seen["mixed steps"] += self.watched.workers.num_mixed
+        self.seen["chunks before the last"] += self.watched.workers.num_chunks
+        return self.seen
+
+    def _arrive(self, name: str) -> None:
+        draw, longest = self.draw, self.engine.max_model_len
+        num_prompt = min(draw.choice([1, 2, 3, 20, 63, 64, 65, 130, draw.randint(1, 200)]), longest - 1)
+        vocab = range(self.truth.vocab_size)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=draw.choices(vocab, k=num_prompt),
+            params=self._params(),
+            arrival=0.0,
+        )
+        self.engine.add(request)
+        self.open[name] = Answer(request)
+
+    def _params(self) -> SamplingParams:
+        draw, vocab = self.draw, range(self.truth.vocab_size)
+        max_tokens = draw.choice([1, 2, 10, 40, 70, None if draw.random() < 0.1 else 3])
+        prompt_logprobs = draw.choice([None, None, None, 0, 3])
+        if prompt_logprobs is not None and draw.random() < 0.3:
+            max_tokens = 0
+        common: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "seed": draw.getrandbits(60),
+            "ignore_eos": draw.random() < 0.7,
+            "stop_token_ids": tuple(draw.choices(vocab, k=draw.choice([0, 0, 0, 2]))),
+            "logprobs": draw.choice([None, None, 0, 4]),
+            "prompt_logprobs": prompt_logprobs,
+        }
+        if self.greedy_only or draw.random() < 0.5:
+            return SamplingParams(temperature=0.0, **common)
+        return SamplingParams(
+            temperature=draw.choice([0.3, 0.8, 1.5]),
+            top_k=draw.choice([0, 0, 1, 5, 40]),
+            top_p=draw.choice([1.0, 1.0, 0.9, 0.3]),
+            min_p=draw.choice([0.0, 0.0, 0.1]),
+            repetition_penalty=draw.choice([1.0, 1.0, 1.3]),
+            presence_penalty=draw.choice([0.0, 0.0, 0.7]),
+            frequency_penalty=draw.choice([0.0, 0.0, -0.4]),
+            logit_bias=draw.choice([{}, {}, {draw.choice(vocab): 5.0, draw.choice(vocab): -50.0}]),
+            min_tokens=draw.choice([0, 0, 1]) if max_tokens != 0 else 0,
+            **common,
+        )
+
+    def _interfere(self) -> None:
+        draw, engine = self.draw, self.engine
+        if self.open and draw.random() < 0.02:
+            name = draw.choice(list(self.open))
+            phase = "after its first token" if self.open.pop(name).token_ids else "before its first token"
+            assert engine.abort(name, "disconnect")
+            assert not engine.abort(name, "disconnect"), "aborted twice"
+            self.seen[f"aborted {phase}"] += 1
+            engine.check()
+        if self.open and draw.random() < 0.05:
+            self.seen["sent back"] += engine.scheduler.preempt(draw.choice(list(self.open)))
+            engine.check()
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            answer = self.open[output.request_id]
+            answer.add(output)
+            if output.finish_reason is not None:
+                self.finished.append(self.open.pop(output.request_id))
+        self.engine.check()

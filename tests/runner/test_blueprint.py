@@ -1,0 +1,63 @@
+"""What is settled before a weight is read, and that no weight is read for it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltaserve.config import EngineConfig
+from deltaserve.models.load import load_model
+from deltaserve.runner.blueprint import Blueprint, inspect
+from deltaserve.runner.memory import weight_bytes
+from tests.models.factory import random_config, tiny_config, write_checkpoint
+
+
+def config_for(folder: Path, **settings: object) -> EngineConfig:
+    return EngineConfig(model=str(folder), **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("seed_of_shape", [1, 2, 3, 4])
+def test_weights_take_the_bytes_that_were_foretold(seed_of_shape: int, dtype: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, random_config(seed_of_shape), dtype=torch.bfloat16)
+    plan = Blueprint.draw(config_for(folder, dtype=dtype, num_blocks=1))
+    model = load_model(folder, plan.model, plan.dtype, plan.device, progress=False)
+    assert weight_bytes(model) == plan.memory.sizes.weights
+    assert plan.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_dtypes_are_the_ones_chosen(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, tiny_config(), dtype=torch.bfloat16)
+    auto = Blueprint.draw(config_for(folder))
+    assert (auto.dtype, auto.state_dtype) == (torch.float32, torch.float32)
+    chosen = Blueprint.draw(config_for(folder, dtype="bfloat16", state_dtype="bfloat16"))
+    assert (chosen.dtype, chosen.state_dtype) == (torch.bfloat16, torch.bfloat16)
+    assert chosen.memory.sizes.slot < auto.memory.sizes.slot
+
+
+def test_inspect_tells_the_plan_and_reads_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_reading(*args: object, **kwargs: object) -> None:
+        raise AssertionError("reads a weight")
+
+    monkeypatch.setattr("deltaserve.models.load.safe_open", no_reading)
+    folder = write_checkpoint(tmp_path, tiny_config())
+    text = inspect(config_for(folder, max_num_seqs=3, num_blocks=48))
+    print(text)
+    assert re.search(r"4 layers \(3 gated delta net, 1 attention\), 4 with 8 experts, 3 used", text)
+    assert re.search(r"float32 with float32 states on cpu, context of 1,024 tokens", text)
+    assert re.search(r"KV blocks +48 x 32 KiB +1.5 MiB +3,072 tokens: 3 requests of 1,024 tokens", text)
+    assert re.search(r"state slots +3 x ", text)
+    assert "5,065,072 parameters" in inspect(EngineConfig())
+    with pytest.raises(AssertionError, match="reads a weight"):
+        load_model(folder, Blueprint.draw(config_for(folder)).model, torch.float32, torch.device("cpu"), progress=False)
+
+
+def test_inspect_refuses_a_checkpoint_that_lacks_tensors(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, tiny_config())
+    write_checkpoint(tmp_path / "other", tiny_config(num_hidden_layers=3))
+    (tmp_path / "other" / "model.safetensors").rename(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks \d+ tensors"):
+        inspect(config_for(folder))
