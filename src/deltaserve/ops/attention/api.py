@@ -6,6 +6,7 @@ h // (H // G).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from deltaserve.ops.attention import reference
@@ -35,4 +36,8 @@ def paged_attention(
         f"attention: pool {tuple(kv_pool.shape)} does not hold blocks of {BLOCK} x {key_heads} x {width}"
     )
     reference.store(k_TGD, v_TGD, kv_pool, layout)
-    return reference.attend(q_THD, kv_pool, layout, scale)
+    parts = [
+        (reference.step if segment.is_step else reference.chunk)(q_THD, kv_pool, layout, segment, scale)
+        for segment in layout.segments
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,15 +1,167 @@
-"""Paged causal attention in torch."""
+"""Paged causal attention in torch: blocks are gathered into a private copy, then attended to as one stretch.
+
+What a sequence does not own never enters a product, because zero times NaN is NaN: the gathered copy is cut at the end
+of the context, and where rows of different length are computed together it is zeroed beyond each row's end.
+
+Shape letters beyond api.py's: B rows of a group, Q tokens per row, L keys, P query heads per key head.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
 
-from deltaserve.ops.layout import Layout
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from deltaserve.ops.layout import BLOCK, Layout, Segment
+
+SHORT = 128
+"""Contexts up to this many keys count as equally long."""
+GROUP_KEYS = 1 << 16
+"""Most keys gathered at once for rows that are computed together: bounds the private copy."""
+TILE = 256
+"""Queries of a prompt that are computed at once."""
+TILE_SCORES = 1 << 22
+"""Most queries times keys of a tile: bounds the mask of a long context."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    token: Tensor | None
+    """int64: tokens whose key and value are stored; None if all are."""
+    kv_index: Tensor
+    """int64: where."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of a step segment whose contexts are about equally long."""
+
+    token: Tensor | None
+    """int64 [B * Q]: their tokens, counted from the segment's first; None if the group is the whole segment."""
+    block: Tensor
+    """int64 [B * N]: their blocks; any valid id beyond a row's end."""
+    num_keys: int
+    """The longest context, L."""
+    beyond: Tensor
+    """int64: places of the gathered keys, counted over [B, N * BLOCK], that no row owns."""
+    hidden: Tensor
+    """float32 [B, Q, L]: -inf where a key comes after the token, else 0."""
 
 
 def store(k_TGD: Tensor, v_TGD: Tensor, kv_pool: Tensor, layout: Layout) -> None:
-    raise NotImplementedError
+    stored = layout.once(stored_tokens)
+    kv = torch.stack([k_TGD, v_TGD])
+    if stored.token is not None:
+        kv = kv.index_select(1, stored.token)
+    kv_pool.view(2, -1, *k_TGD.shape[1:]).index_copy_(1, stored.kv_index, kv.to(kv_pool.dtype))
 
 
-def attend(q_THD: Tensor, kv_pool: Tensor, layout: Layout, scale: float) -> Tensor:
-    raise NotImplementedError
+def stored_tokens(layout: Layout) -> Stored:
+    is_stored = layout.kv_index >= 0
+    if bool(is_stored.all()):
+        return Stored(None, layout.kv_index)
+    token = is_stored.nonzero().squeeze(1)
+    return Stored(token, layout.kv_index[token])
+
+
+def step(q_THD: Tensor, kv_pool: Tensor, layout: Layout, segment: Segment, scale: float) -> Tensor:
+    q_THD = q_THD[segment.token_start : segment.token_end]
+    groups = layout.once(step_groups, segment)
+    if len(groups) == 1 and groups[0].token is None:
+        return _attend_group(q_THD, kv_pool, groups[0], segment.max_len, scale)
+    out_THD = torch.zeros_like(q_THD)  # what padding rows return
+    for group in groups:
+        assert group.token is not None, "attention: a group of several is a whole segment"
+        o_THD = _attend_group(q_THD.index_select(0, group.token), kv_pool, group, segment.max_len, scale)
+        out_THD.index_copy_(0, group.token, o_THD)
+    return out_THD
+
+
+def _attend_group(q_THD: Tensor, kv_pool: Tensor, group: Group, length: int, scale: float) -> Tensor:
+    heads, width = q_THD.shape[1:]
+    k_heads = kv_pool.shape[3]
+    wide = torch.promote_types(q_THD.dtype, torch.float32)
+    # The heads of one key head stand where queries stand: they read the same keys.
+    q_BQGPD = q_THD.to(wide).view(-1, length, k_heads, heads // k_heads, width)
+    rows = len(q_BQGPD)
+    q_BGSD = q_BQGPD.permute(0, 2, 3, 1, 4).reshape(rows, k_heads, -1, width)
+    hidden_BQL = group.hidden.to(wide)
+    hidden_B1SL = hidden_BQL[:, None].expand(-1, heads // k_heads, -1, -1).reshape(rows, 1, -1, group.num_keys)
+    kv = kv_pool.flatten(2).index_select(1, group.block).view(2, -1, k_heads, width)
+    kv = kv.index_fill_(1, group.beyond, 0).view(2, rows, -1, k_heads, width)
+    k_BGLD, v_BGLD = kv[:, :, : group.num_keys].to(wide).transpose(2, 3)
+    o_BGSD = scaled_dot_product_attention(q_BGSD, k_BGLD, v_BGLD, attn_mask=hidden_B1SL, scale=scale)
+    o_BQGPD = o_BGSD.view(rows, k_heads, -1, length, width).permute(0, 3, 1, 2, 4)
+    return o_BQGPD.reshape(-1, heads, width).to(q_THD.dtype)
+
+
+def step_groups(layout: Layout, segment: Segment) -> list[Group]:
+    """Rows whose contexts are within a factor of two, up to `GROUP_KEYS`, are computed together."""
+    contexts = layout.context_len[segment.row_start : segment.row_end].tolist()
+    open_groups: dict[int, list[int]] = {}
+    closed: list[list[int]] = []
+    for row, context in enumerate(contexts):
+        if context == 0:
+            continue
+        size = max(context - 1, SHORT - 1).bit_length()
+        rows = open_groups.setdefault(size, [])
+        rows.append(row)
+        if len(rows) << size >= GROUP_KEYS:
+            closed.append(open_groups.pop(size))
+    closed += open_groups.values()
+    return [_group(layout, segment, torch.tensor(rows, device=layout.context_len.device)) for rows in closed]
+
+
+def _group(layout: Layout, segment: Segment, row: Tensor) -> Group:
+    length = segment.max_len
+    context = layout.context_len[segment.row_start : segment.row_end].long()[row]
+    num_keys = int(context.max())
+    num_blocks = -(-num_keys // BLOCK)
+    table = layout.block_table[segment.row_start : segment.row_end, :num_blocks].long()[row]
+    device = table.device
+    beyond = torch.arange(num_blocks * BLOCK, device=device) >= context[:, None]
+    last_seen_BQ = context[:, None] - length + torch.arange(length, device=device)
+    hidden_BQL = torch.arange(num_keys, device=device) > last_seen_BQ[..., None]
+    is_all = len(row) == segment.row_end - segment.row_start
+    return Group(
+        token=None if is_all else (row[:, None] * length + torch.arange(length, device=device)).flatten(),
+        block=table.clamp(min=0).flatten(),
+        num_keys=num_keys,
+        beyond=beyond.flatten().nonzero().squeeze(1),
+        hidden=torch.zeros(hidden_BQL.shape, device=device).masked_fill_(hidden_BQL, -torch.inf),
+    )
+
+
+def chunk(q_THD: Tensor, kv_pool: Tensor, layout: Layout, segment: Segment, scale: float) -> Tensor:
+    """Row by row: each gathers its context once and goes through it in tiles of queries."""
+    out_THD = torch.zeros_like(q_THD[segment.token_start : segment.token_end])
+    bounds = segment.cu_seqlens.tolist()
+    contexts = layout.context_len[segment.row_start : segment.row_end].tolist()
+    for row, context in enumerate(contexts):
+        if context == 0:
+            continue
+        block = layout.block_table[segment.row_start + row, : -(-context // BLOCK)].long()
+        kv = kv_pool.index_select(1, block).flatten(1, 2)[:, :context]
+        own = slice(bounds[row], bounds[row + 1])
+        _attend_row(q_THD[segment.token_start :][own], kv, out_THD[own], scale)
+    return out_THD
+
+
+def _attend_row(q_THD: Tensor, kv_2LGD: Tensor, out_THD: Tensor, scale: float) -> None:
+    """`q` are the last tokens of the context `kv`. Writes `out`."""
+    tokens, heads, width = q_THD.shape
+    context, k_heads = kv_2LGD.shape[1:3]
+    wide = torch.promote_types(q_THD.dtype, torch.float32)
+    q_GPTD = q_THD.to(wide).view(tokens, k_heads, -1, width).permute(1, 2, 0, 3)
+    k_GPLD, v_GPLD = kv_2LGD.to(wide).permute(0, 2, 1, 3)[:, :, None].expand(-1, -1, heads // k_heads, -1, -1)
+    tile = max(1, min(TILE, TILE_SCORES // context))
+    for first in range(0, tokens, tile):
+        last = min(first + tile, tokens)
+        end = context - tokens + last
+        seen = torch.ones(last - first, end, dtype=torch.bool, device=q_THD.device).tril(end - last + first)
+        o_GPTD = scaled_dot_product_attention(
+            q_GPTD[:, :, first:last], k_GPLD[:, :, :end], v_GPLD[:, :, :end], attn_mask=seen, scale=scale
+        )
+        out_THD[first:last] = o_GPTD.permute(2, 0, 1, 3).reshape(last - first, heads, width)
