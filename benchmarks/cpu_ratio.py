@@ -28,6 +28,8 @@ from tests.serving import serving
 BUILTIN = Path(__file__).resolve().parents[1] / "src" / "deltaserve" / "builtin"
 GOALS = {"one request": 2.5, "16 requests": 3.0, "server / offline": 0.8}
 NUM_REQUESTS = 16
+ORDINARY_IDS = 2000
+"""Ids below this are text in the built-in vocabulary; special tokens come after them."""
 IMPORT = "import time; start = time.perf_counter(); import deltaserve; print(time.perf_counter() - start)"
 
 
@@ -46,20 +48,26 @@ def environment(threads: int, dtype: str) -> dict[str, Any]:
     }
 
 
-def prompts_of(count: int, longest: int, vocab_size: int) -> list[list[int]]:
-    """Prompts of random ids, of `count` different lengths up to `longest`."""
+def prompts_of(count: int, longest: int) -> list[list[int]]:
+    """Prompts of random ids of the built-in model, of `count` different lengths up to `longest`."""
     generator = torch.Generator().manual_seed(0)
     lengths = [longest * (number + 1) // count for number in range(count)]
-    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    return [torch.randint(0, ORDINARY_IDS, (length,), generator=generator).tolist() for length in lengths]
 
 
-def rate(run: Callable[[], int], repeat: int) -> tuple[float, list[float]]:
-    """Output tokens a second: the median of `repeat` runs after one that warms up, and all of them."""
-    run()
+Prompts = list[list[int]]
+
+
+def rate(answer: Callable[[Prompts], int], prompts: Prompts, repeat: int) -> tuple[float, list[float]]:
+    """Output tokens a second of `answer`, which returns their number: the median of `repeat` runs, and all of them.
+
+    A run before them warms up.
+    """
+    answer(prompts)
     rates = []
     for _ in range(repeat):
         start = time.perf_counter()
-        rates.append(run() / (time.perf_counter() - start))
+        rates.append(answer(prompts) / (time.perf_counter() - start))
     return statistics.median(rates), rates
 
 
@@ -70,20 +78,16 @@ def measure_offline(threads: int, dtype: str, num_tokens: int, repeat: int) -> l
     llm = LLM(dtype=dtype, num_threads=threads)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
-    def ours(prompts: list[list[int]]) -> int:
-        return sum(len(output.token_ids) for output in llm.generate(prompts, params))
+    def ours(prompts: Prompts) -> int:
+        return sum(len(answer.outputs[0].token_ids) for answer in llm.generate(prompts, params))
 
-    def theirs(prompts: list[list[int]]) -> int:
+    def theirs(prompts: Prompts) -> int:
         return sum(map(len, peer.generate(prompts, num_tokens)))
 
     records = []
-    ordinary = peer.model.config.eos_token_id or 2000
-    for name, prompts in (
-        ("one request", prompts_of(1, 128, ordinary)),
-        ("16 requests", prompts_of(NUM_REQUESTS, 512, ordinary)),
-    ):
-        our_rate, our_rates = rate(lambda prompts=prompts: ours(prompts), repeat)  # type: ignore[misc]
-        peer_rate, peer_rates = rate(lambda prompts=prompts: theirs(prompts), repeat)  # type: ignore[misc]
+    for name, prompts in (("one request", prompts_of(1, 128)), ("16 requests", prompts_of(NUM_REQUESTS, 512))):
+        our_rate, our_runs = rate(ours, prompts, repeat)
+        peer_rate, peer_runs = rate(theirs, prompts, repeat)
         records.append(
             {
                 "name": name,
@@ -91,8 +95,8 @@ def measure_offline(threads: int, dtype: str, num_tokens: int, repeat: int) -> l
                 "goal": GOALS[name],
                 "tokens_per_second": our_rate,
                 "transformers_tokens_per_second": peer_rate,
-                "runs": our_rates,
-                "transformers_runs": peer_rates,
+                "runs": our_runs,
+                "transformers_runs": peer_runs,
                 "prompt_tokens": [len(prompt) for prompt in prompts],
                 "output_tokens": num_tokens,
             }
@@ -102,20 +106,17 @@ def measure_offline(threads: int, dtype: str, num_tokens: int, repeat: int) -> l
 
 
 def measure_server(threads: int, dtype: str, num_tokens: int, repeat: int, offline: float) -> list[dict[str, Any]]:
-    """Sixteen streaming clients of a server, against the same sixteen requests offline; and how fast it is ready."""
+    """Sixteen streaming clients of a server, against the same sixteen requests offline; and how soon it is ready."""
+    first: list[float] = []
     with serving("--dtype", dtype, "--num-threads", str(threads)) as server:
-        ordinary = 2000
-        bodies = [
-            {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-            for prompt in prompts_of(NUM_REQUESTS, 512, ordinary)
-        ]
-        name = json.loads(server.get("/v1/models"))["data"][0]["id"]
-        streams = stream_all(server.port, [body | {"model": name} for body in bodies])
-        served, runs = rate(
-            lambda: sum(stream.num_tokens for stream in stream_all(server.port, [b | {"model": name} for b in bodies])),
-            repeat,
-        )
-        ready = server.ready_after
+
+        def answer(prompts: Prompts) -> int:
+            ask = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+            streams = stream_all(server.port, [{"prompt": prompt, **ask} for prompt in prompts])
+            first.extend(stream.first for stream in streams)
+            return sum(stream.num_tokens for stream in streams)
+
+        served, runs = rate(answer, prompts_of(NUM_REQUESTS, 512), repeat)
     return [
         {
             "name": "server / offline",
@@ -123,9 +124,9 @@ def measure_server(threads: int, dtype: str, num_tokens: int, repeat: int, offli
             "goal": GOALS["server / offline"],
             "tokens_per_second": served,
             "runs": runs,
-            "first_token_seconds": statistics.median(stream.first for stream in streams),
+            "first_token_seconds": statistics.median(first),
         },
-        {"name": "serve until ready", "seconds": ready, "goal": 10.0},
+        {"name": "serve until ready", "seconds": server.ready_after, "goal": 10.0},
     ]
 
 
