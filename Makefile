@@ -6,7 +6,7 @@ ARGS   ?=
 # Processes that share the tests; each computes with one thread (tests/conftest.py).
 WORKERS ?= 2
 
-.PHONY: help serve chat test test-gpu test-clients check format bench wheel clean
+.PHONY: help serve chat test test-gpu test-clients check format bench docs wheel clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -38,6 +38,9 @@ format: $(VENV)/.ready  ## format the code and mend what the linter can
 
 bench: $(VENV)/.ready  ## ratios to transformers on this machine's CPU
 	$(BIN)/python -m benchmarks.cpu_ratio $(ARGS)
+
+docs: $(VENV)/.ready  ## write docs/flags.md from the configs
+	$(BIN)/python -m tests.flags_page
 
 wheel: $(VENV)/.ready  ## a wheel in dist/, the built-in model in it
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import flags_page
 from tests.markdown import PAGES, README, ROOT, Example, examples, inline_code, links
 from tests.serving import serving
 
@@ -77,6 +78,10 @@ def test_log_is_dated_newest_first() -> None:
     assert dates
     assert all(re.match(r"\d{4}-\d{2}-\d{2}( |$)", date) for date in dates)
     assert dates == sorted(dates, key=lambda date: date[:10], reverse=True)
+
+
+def test_flags_are_those_of_the_configs() -> None:
+    assert flags_page.PAGE.read_text() == flags_page.text(), "run make docs"
 
 
 def test_changelog_holds_this_version() -> None:

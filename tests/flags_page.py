@@ -1,0 +1,33 @@
+"""docs/flags.md as the configs have it; run as a program it writes the page."""
+
+from __future__ import annotations
+
+from deltaserve.cli import flag_table
+from deltaserve.config import EngineConfig
+from deltaserve.server.config import ServerConfig
+from tests.markdown import ROOT
+
+PAGE = ROOT / "docs" / "flags.md"
+
+
+def text() -> str:
+    return f"""# Flags
+
+Written from the fields of `EngineConfig` and `ServerConfig` by `make docs`; a test keeps it equal to them.
+
+## The engine
+
+For every command. In Python the same names are arguments of `LLM(...)`, with underscores: `LLM(max_num_seqs=8)`.
+
+{flag_table(EngineConfig)}
+
+## The server
+
+For `deltaserve serve`.
+
+{flag_table(ServerConfig)}
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text())
