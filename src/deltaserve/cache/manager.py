@@ -157,10 +157,10 @@ class CacheManager:
         lease.blocks += new
         lease.num_placed, lease.first_kept = n, n - keep
         write_slots = [NO_SLOT] * (n - keep) + lease.own[:keep]
-        boundary = (lease.num_done + n) // self.block_size * self.block_size
-        inside = boundary - lease.num_done - 1
-        if 0 <= inside < lease.first_kept and self._index.wants_state(lease.chain, boundary, lease.known):
-            spare = self._take_slots(1)
+        inside = self._boundary_inside(lease, lease.num_done + n) - lease.num_done - 1
+        if 0 <= inside < lease.first_kept:
+            boundary = lease.num_done + inside + 1
+            spare = self._take_slots(1) if self._index.wants_state(lease.chain, boundary, lease.known) else None
             if spare is not None:
                 lease.spare, lease.spare_boundary = spare[0], boundary
                 write_slots[inside] = lease.spare
@@ -241,6 +241,15 @@ class CacheManager:
         self._slots.check("slot", slots, cached_slots)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _boundary_inside(self, lease: Lease, end: int) -> int:
+        """The last block boundary of a row that ends at `end`, unless `commit` can offer that one from the lease's own.
+
+        Where a prompt ends on a boundary it is the one before: whoever sends the same prompt again resumes there, as
+        one token must be left to compute.
+        """
+        boundary = end // self.block_size * self.block_size
+        return boundary - self.block_size if boundary == end == lease.known else boundary
 
     def _take_over(self, lease: Lease) -> bool:
         """One slot short: where nobody else reads the snapshot of the hit, the lease takes it for its own.
