@@ -80,7 +80,7 @@ class ModelConfig:
     moe_size: int
     shared_size: int
     dense_size: int
-    """Width of the layers without experts. All widths are 0 where no layer has them."""
+    """Width of the layers without experts; 0 where there are none."""
     renormalize: bool
     """The chosen experts' weights are divided by their sum."""
 
@@ -281,17 +281,16 @@ def _read_mlp(reader: _Reader, num_layers: int) -> dict[str, Any]:
         "moe" if num_experts and layer not in only_dense and (layer + 1) % step == 0 else "dense"
         for layer in range(num_layers)
     )
-    moe: dict[str, Any] = {"num_experts": 0, "top_k": 0, "moe_size": 0, "shared_size": 0, "renormalize": False}
-    if "moe" in kinds:
-        moe = {
-            "num_experts": num_experts,
+    sizes: dict[str, Any] = {"top_k": 0, "moe_size": 0, "shared_size": 0, "renormalize": False}
+    if num_experts:
+        sizes = {
             "top_k": reader.size("num_experts_per_tok", high=num_experts),
             "moe_size": reader.size("moe_intermediate_size"),
             "shared_size": reader.size("shared_expert_intermediate_size"),
             "renormalize": reader.flag("norm_topk_prob"),
         }
     dense_size = reader.size("intermediate_size") if "dense" in kinds else 0
-    return {"mlp_kinds": kinds, "dense_size": dense_size, **moe}
+    return {"mlp_kinds": kinds, "num_experts": num_experts, "dense_size": dense_size, **sizes}
 
 
 def _read_rope(reader: _Reader) -> dict[str, Any]:
