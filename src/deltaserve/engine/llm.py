@@ -190,9 +190,12 @@ class LLM:
         try:
             for answer in answers:
                 self._add(answer)
-            with tqdm(total=len(answers), unit="answer", disable=not progress) as bar:
-                while bar.n < len(answers):
-                    bar.update(self._step())
+            num_open = len(answers)
+            with tqdm(total=num_open, unit="answer", disable=not progress) as bar:
+                while num_open:
+                    num_ended = self._step()
+                    num_open -= num_ended
+                    bar.update(num_ended)
         finally:
             self._abandon(answers)
         return generations
