@@ -102,24 +102,25 @@ def kept_by_place(layout: Layout, segment: Segment) -> list[tuple[Tensor | None,
 class ChunkIndex:
     """How the rows of a segment are cut into chunks.
 
-    Rows are ranked by length, the longest first. Chunks are ordered by their number within the row, then by rank: the
-    chunks number c of all rows that have one are neighbours, and belong to the first ranks.
+    Rows are sorted by length, the longest first: a row's number among the sorted is its turn. Chunks are sorted by
+    their number within the row, then by turn: the chunks number c of all rows that have one are neighbours, and belong
+    to the first turns.
     """
 
-    row_of_rank: Tensor
+    row_of_turn: Tensor
     """int64 [rows]"""
     bounds: list[int]
     """Chunks number c are `bounds[c]` to `bounds[c + 1]`."""
     place: Tensor
     """int64 [tokens]: chunk * CHUNK + place in the chunk."""
-    end_rank: Tensor
-    """int64: ranks whose state is kept after the last token, in `end_slot`."""
+    end_turn: Tensor
+    """int64: turns whose state is kept after the last token, in `end_slot`."""
     end_slot: Tensor
     inner_place: Tensor
     """int64: places of the other tokens after which the state is kept, in `inner_slot`."""
     inner_slot: Tensor
     inner_by_number: list[tuple[Tensor, Tensor]]
-    """For each c: which of the inner places are in chunks number c, and the ranks of their rows."""
+    """For each c: which of the inner places are in chunks number c, and the turns of their rows."""
 
 
 def chunk(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Tensor:
@@ -150,14 +151,14 @@ def chunk(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Ten
     solved = torch.linalg.solve_triangular(system_MVCC, sides, upper=False, unitriangular=True)
     u_MVCD, w_MVCK = (part.contiguous() for part in solved.split([v_MVCD.shape[-1], k_MVCK.shape[-1]], dim=-1))
 
-    state_BVKD = read_slots(pool_SVKD, layout.once(slot_index, segment)).index_select(0, index.row_of_rank).to(wide)
+    state_BVKD = read_slots(pool_SVKD, layout.once(slot_index, segment)).index_select(0, index.row_of_turn).to(wide)
     rest_MVCK = k_MVCK * decay_MVCC[..., -1, :, None]
     o_MVCD, before_IVKD = _pass_over_states(
         state_BVKD, u_MVCD, w_MVCK, q_MVCK * decay_MVC1, rest_MVCK, decay_MVC1[:, :, -1:], index
     )
     o_MVCD += score_MVCC @ u_MVCD
 
-    pool_SVKD.index_copy_(0, index.end_slot, state_BVKD.index_select(0, index.end_rank).to(pool_SVKD.dtype))
+    pool_SVKD.index_copy_(0, index.end_slot, state_BVKD.index_select(0, index.end_turn).to(pool_SVKD.dtype))
     if len(index.inner_place):
         m, c = index.inner_place // CHUNK, index.inner_place % CHUNK
         until_IVCK = k_MVCK[m] * decay_MVCC[m, :, c, :, None]
@@ -186,11 +187,11 @@ def _pass_over_states(
     state, u, w, q, rest, decay, o = (
         part.flatten(0, 1) for part in (state_BVKD, u_MVCD, w_MVCK, q_MVCK, rest_MVCK, decay_MV11, o_MVCD)
     )
-    for number, (inner, rank) in enumerate(index.inner_by_number):
+    for number, (inner, turn) in enumerate(index.inner_by_number):
         here = slice(index.bounds[number] * heads, index.bounds[number + 1] * heads)
         active = state[: here.stop - here.start]
         if len(inner):
-            before_IVKD[inner] = state_BVKD[rank]
+            before_IVKD[inner] = state_BVKD[turn]
         u[here].baddbmm_(w[here], active, alpha=-1)
         torch.bmm(q[here], active, out=o[here])
         active.mul_(decay[here]).baddbmm_(rest[here].transpose(1, 2), u[here])
@@ -201,8 +202,8 @@ def chunk_index(layout: Layout, segment: Segment) -> ChunkIndex:
     index = layout.once(slot_index, segment)
     device = segment.cu_seqlens.device
     lengths = segment.cu_seqlens.diff().long()
-    row_of_rank = lengths.argsort(descending=True, stable=True)
-    rank_of_row = row_of_rank.argsort()
+    row_of_turn = lengths.argsort(descending=True, stable=True)
+    turn_of_row = row_of_turn.argsort()
     num_chunks = -(-lengths // CHUNK)
     most = int(num_chunks.max())
     active = (num_chunks[:, None] > torch.arange(most, device=device)).sum(0)
@@ -210,20 +211,20 @@ def chunk_index(layout: Layout, segment: Segment) -> ChunkIndex:
 
     row = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
     token = torch.arange(len(row), device=device) - segment.cu_seqlens.long()[row]
-    place = (bound[token // CHUNK] + rank_of_row[row]) * CHUNK + token % CHUNK
+    place = (bound[token // CHUNK] + turn_of_row[row]) * CHUNK + token % CHUNK
 
     kept_row, kept_token = row[index.kept_token], token[index.kept_token]
     is_end = kept_token == lengths[kept_row] - 1
-    inner_rank, inner_number = rank_of_row[kept_row][~is_end], kept_token[~is_end] // CHUNK
+    inner_turn, inner_number = turn_of_row[kept_row][~is_end], kept_token[~is_end] // CHUNK
     inner_by_number = []
     for number in range(most):
         inner = (inner_number == number).nonzero().squeeze(1)
-        inner_by_number.append((inner, inner_rank[inner]))
+        inner_by_number.append((inner, inner_turn[inner]))
     return ChunkIndex(
-        row_of_rank=row_of_rank,
+        row_of_turn=row_of_turn,
         bounds=bound.tolist(),
         place=place,
-        end_rank=rank_of_row[kept_row][is_end],
+        end_turn=turn_of_row[kept_row][is_end],
         end_slot=index.kept_slot[is_end],
         inner_place=place[index.kept_token][~is_end],
         inner_slot=index.kept_slot[~is_end],

@@ -24,7 +24,7 @@ YARN_KEYS = frozenset(
 
 
 def rope_table(max_len: int, rotary_dim: int, theta: float, scaling: Mapping[str, Any], device: torch.device) -> Tensor:
-    inv_freq_R2, attention_factor = _frequencies(rotary_dim, theta, scaling)
+    inv_freq_R2, attention_factor = rope_frequencies(rotary_dim, theta, scaling)
     # fp32 throughout, as these models were trained: a more exact angle would be another one at large positions.
     angle = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq_R2
     return (torch.cat([angle.cos(), angle.sin()], dim=-1) * attention_factor).to(device)
@@ -42,7 +42,7 @@ def apply_rope(q_THD: Tensor, k_TGD: Tensor, position_T: Tensor, cos_sin: Tensor
     return qk[:, :heads], qk[:, heads:]
 
 
-def _frequencies(rotary_dim: int, theta: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+def rope_frequencies(rotary_dim: int, theta: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Radians per position [R / 2], and what cosines and sines are multiplied by."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "yarn"):
