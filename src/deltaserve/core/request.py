@@ -20,8 +20,10 @@ MAX_LOGIT_BIAS = 1024
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen and when a request ends.
 
-    Penalties act on raw logits before the temperature, in the order repetition, frequency and presence, bias;
-    then the temperature, top-k, top-p and min-p cut the distribution. Logprobs are those of the raw logits.
+    The order of operations on a token's logits: repetition penalty, frequency and presence penalties, logit bias, the
+    ban of `min_tokens`; then the temperature; then top-k, top-p of what top-k left, min-p; then one draw from what is
+    left, with noise that is a function of the seed and the token's position alone. Tokens with equal logits fare alike:
+    all are kept or all are cut, and at temperature 0 the lowest id is taken. Logprobs are those of the raw logits.
 
     Raises (from `validate`): ValueError naming the value, the limit and the way out.
     """
@@ -35,10 +37,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     """Over prompt and output: positive logits are divided by it, negative ones multiplied."""
     presence_penalty: float = 0.0
+    """Taken off the logit of each token that is in the output; the prompt does not count."""
     frequency_penalty: float = 0.0
+    """Taken off as often as the token is in the output; the prompt does not count."""
     logit_bias: dict[int, float] = {}
     min_tokens: int = 0
-    """No end-of-text or stop token id before this many output tokens."""
+    """No end-of-text and no stop token id among the first so many output tokens; a stop string ends the request only
+    once so many are there."""
     max_tokens: int | None = None
     """None: up to the context. 0: the prompt's logprobs only."""
     seed: int | None = None

@@ -136,6 +136,8 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> str:
         """The prompt that the chat template makes of a conversation. Raises ValueError when it refuses."""
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError('a conversation is a list of messages, each a dict with "role" and "content"')
         variables = chat_template_kwargs or {}
         for name in ("messages", "tools"):
             if name in variables:
@@ -190,12 +192,13 @@ class LLM:
         try:
             for answer in answers:
                 self._add(answer)
-            num_open = len(answers)
-            with tqdm(total=num_open, unit="answer", disable=not progress) as bar:
-                while num_open:
-                    num_ended = self._step()
-                    num_open -= num_ended
-                    bar.update(num_ended)
+            waited_for = {answer.request.request_id for answer in answers}
+            with tqdm(total=len(answers), unit="answer", disable=not progress) as bar:
+                while waited_for:
+                    # A stream that is being followed elsewhere may end in the same step.
+                    ended = waited_for.intersection(self._step())
+                    waited_for -= ended
+                    bar.update(len(ended))
         finally:
             self._abandon(answers)
         return generations
@@ -252,8 +255,8 @@ class LLM:
             if self._open.pop(answer.request.request_id, None) is not None:
                 self.engine.abort(answer.request.request_id, "client")
 
-    def _step(self) -> int:
-        """Compute one step and hand out what it gave. Returns how many answers ended."""
+    def _step(self) -> list[str]:
+        """Compute one step and hand out what it gave. Returns the requests that ended."""
         assert self.engine.has_work(), f"{len(self._open)} answers are open, but the engine has nothing to do"
         try:
             outputs = self.engine.step()
@@ -261,9 +264,10 @@ class LLM:
             # An engine that failed in a step has let go of its requests, and must not be asked to end them.
             self._open.clear()
             raise
-        return sum([self._deliver(output) for output in outputs])
+        return [output.request_id for output in outputs if self._deliver(output)]
 
     def _deliver(self, output: Output) -> bool:
+        """True when this ends an answer."""
         answer = self._open.get(output.request_id)
         if answer is None:
             return False
@@ -294,9 +298,8 @@ def _naming(number: int, count: int) -> Iterator[None]:
 
 
 def _is_prompt(prompts: object) -> bool:
-    """One prompt, as opposed to a list of them."""
-    return isinstance(prompts, str) or (
-        isinstance(prompts, Iterable)
-        and bool(items := list(prompts))
-        and all(hasattr(item, "__index__") for item in items)
-    )
+    """One prompt, or what is no list of prompts; as opposed to a list of them."""
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        return True
+    items = list(prompts)
+    return bool(items) and not any(hasattr(item, "__iter__") for item in items)
