@@ -137,7 +137,7 @@ def test_an_aborted_stream_gives_everything_back(client: Any, model: str, server
     else:
         stream = client.completions.create(prompt=QUESTION, **ask)
     for _, _ in zip(range(3), stream, strict=False):
-        assert server.in_use()["running"] >= 1
+        assert server.in_use()["requests_running"] >= 1
     stream.close()
     server.wait_until_idle(seconds=5)
     assert client.completions.create(model=model, prompt=QUESTION, max_tokens=4, temperature=0).choices[0].text
