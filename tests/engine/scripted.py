@@ -176,3 +176,9 @@ def failing(config: EngineConfig) -> tuple[ScriptedEngine, EngineInfo]:
 def dying(config: EngineConfig) -> tuple[ScriptedEngine, EngineInfo]:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("still alive")
+
+
+def loading(config: EngineConfig) -> tuple[ScriptedEngine, EngineInfo]:
+    """Takes longer to come up than anyone waits."""
+    time.sleep(STILL_SECONDS)
+    return make(config, 0.0)

@@ -45,8 +45,9 @@ from deltaserve.engine.messages import (
 logger = logging.getLogger(__name__)
 
 ENGINE = "deltaserve.engine.process:load"
-MAX_IPC_PATH = 100
+MAX_IPC_ADDRESS = 100
 """Characters; the system's limit for a socket's path is a little above."""
+MAX_REPORTS_AT_ONCE = 64
 LAST_WORD_SECONDS = 0.2
 """How long the last message of an ended process may take to be read."""
 
@@ -146,6 +147,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Report)
         self._resources = contextlib.ExitStack()
+        self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
         self._pings = 0
@@ -170,6 +172,7 @@ class EngineClient:
         self._receiver = self._loop.create_task(self._receive())
         self._hand_over(process, address)
         await self._ready
+        self._forget_folder()
         return self.info
 
     async def close(self, timeout: float = 5.0) -> None:
@@ -232,6 +235,12 @@ class EngineClient:
         if gone:
             self._post(Cancel(gone, reason))
 
+    def fail_open(self, reason: str) -> None:
+        """Ends every open request; those who wait for them hear the reason."""
+        for stream in set(self._streams.values()):
+            stream.fail(EngineStoppedError(reason))
+        self.cancel(list(self._streams), "shutdown")
+
     def _refuse_overload(self, count: int) -> None:
         """Requests that have not begun may be as many as `max_waiting`, and as many more as can begin at once."""
         config = self._launch.config
@@ -276,13 +285,20 @@ class EngineClient:
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
         if zmq.has("ipc"):
-            folder = Path(tempfile.mkdtemp(prefix="deltaserve-"))
-            self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
-            if len(str(folder / "engine")) <= MAX_IPC_PATH:
-                self._socket.bind(f"ipc://{folder / 'engine'}")
-                return f"ipc://{folder / 'engine'}"
+            self._folder = Path(tempfile.mkdtemp(prefix="deltaserve-"))
+            self._resources.callback(self._forget_folder)
+            address = f"ipc://{self._folder / 'engine'}"
+            if len(address) <= MAX_IPC_ADDRESS:
+                self._socket.bind(address)
+                return address
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         return f"tcp://127.0.0.1:{port}"
+
+    def _forget_folder(self) -> None:
+        """Once both ends are connected the socket needs no name, and a server that is killed leaves nothing behind."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     def _hand_over(self, process: subprocess.Popen[bytes], address: str) -> None:
         """Tells the process what it is to do. Its input stays open for as long as we live."""
@@ -304,26 +320,36 @@ class EngineClient:
             self._socket.send(self._encoder.encode(command))
 
     async def _receive(self) -> None:
+        """Takes all that has come before streams go on: when the engine is ahead, they get several steps at once."""
+        at_hand: zmq.Socket[bytes] = zmq.Socket(self._socket)
         while True:
-            report = self._decoder.decode(await self._socket.recv())
-            match report:
-                case Progress(outputs, stats):
-                    self._update(stats)
-                    for output in outputs:
-                        self._deliver(output)
-                case Rejected(request_id, message):
-                    stream = self._streams.pop(request_id, None)
-                    if stream is not None:
-                        stream.fail(ValueError(message))
-                case Pong(_, stats):
-                    self._update(stats)
-                    if self._pong is not None and not self._pong.done():
-                        self._pong.set_result(None)
-                case Ready(info, stats):
-                    self.info, self.stats = info, stats
-                    self._ready.set_result(None)
-                case Failed(message, refused):
-                    self._fail(message, ValueError if refused else EngineStoppedError)
+            self._take(await self._socket.recv())
+            for _ in range(MAX_REPORTS_AT_ONCE):
+                if not at_hand.poll(0):
+                    break
+                self._take(at_hand.recv())
+            await asyncio.sleep(0)
+
+    def _take(self, data: bytes) -> None:
+        report = self._decoder.decode(data)
+        match report:
+            case Progress(outputs, stats):
+                self._update(stats)
+                for output in outputs:
+                    self._deliver(output)
+            case Rejected(request_id, message):
+                stream = self._streams.pop(request_id, None)
+                if stream is not None:
+                    stream.fail(ValueError(message))
+            case Pong(_, stats):
+                self._update(stats)
+                if self._pong is not None and not self._pong.done():
+                    self._pong.set_result(None)
+            case Ready(info, stats):
+                self.info, self.stats = info, stats
+                self._ready.set_result(None)
+            case Failed(message, refused):
+                self._fail(message, ValueError if refused else EngineStoppedError)
 
     def _deliver(self, output: Output) -> None:
         if output.finish_reason is None:

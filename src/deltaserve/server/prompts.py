@@ -1,0 +1,87 @@
+"""The `prompt` of a completion, in its four forms, to token ids. Long texts are encoded off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from deltaserve.engine.tokenizer import Tokenizer
+from deltaserve.server.errors import ApiError, bad_request
+from deltaserve.server.generation import Prompt
+from deltaserve.server.protocol import shorten
+
+Made = TypeVar("Made")
+
+LONG_TEXT = 4096
+"""Characters from which encoding would hold up other requests for too long."""
+
+
+def read_prompts(prompt: Any) -> list[str] | list[list[int]]:
+    """A string, a list of strings, a list of ids, a list of lists of ids. Raises ApiError for anything else."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("prompt is empty; give a text or token ids", "prompt")
+    if isinstance(prompt, list):
+        texts: list[str] = prompt
+        rows: list[list[int]] = prompt
+        if all(type(text) is str for text in texts):
+            return texts
+        if _is_ids(prompt):
+            return [prompt]
+        if all(_is_ids(row) for row in rows):
+            return rows
+    raise bad_request(
+        f"prompt is {shorten(prompt)}; it must be a string, a list of strings, a list of token ids "
+        "or a list of lists of token ids",
+        "prompt",
+        "wrong_type",
+    )
+
+
+def _is_ids(ids: Any) -> bool:
+    return type(ids) is list and all(type(token) is int for token in ids)
+
+
+async def encode_prompts(
+    tokenizer: Tokenizer | None, prompts: list[str] | list[list[int]], add_special_tokens: bool, echo: bool
+) -> list[Prompt]:
+    """Raises ApiError for a text that cannot be encoded. With `echo` a prompt keeps its text."""
+    encoded = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids = await encode_text(tokenizer, prompt, add_special_tokens, "prompt")
+            encoded.append(Prompt(ids, prompt if echo else None))
+        else:
+            encoded.append(Prompt(prompt, _text_of(tokenizer, prompt) if echo else None))
+    return encoded
+
+
+async def encode_text(tokenizer: Tokenizer | None, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    """Raises ApiError, also where the model has no tokenizer."""
+    encode = need(tokenizer).encode
+    return await off_loop(len(text), lambda: encode(text, add_special_tokens), param)
+
+
+async def off_loop(size: int, make: Callable[[], Made], param: str) -> Made:
+    """Does a small piece of work here, a large one in a thread; its ValueError is the request's fault."""
+    try:
+        return await asyncio.to_thread(make) if size > LONG_TEXT else make()
+    except ApiError:
+        raise
+    except ValueError as fault:
+        raise bad_request(f"{param}: {fault}", param) from None
+
+
+def need(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise bad_request("the model has no tokenizer: send token ids instead of text", "prompt", "no_tokenizer")
+    return tokenizer
+
+
+def _text_of(tokenizer: Tokenizer | None, token_ids: list[int]) -> str:
+    """The text that an echo of ids shows; ids out of range are told later."""
+    if tokenizer is None:
+        return ""
+    return tokenizer.decode([token for token in token_ids if token >= 0], skip_special_tokens=False)
