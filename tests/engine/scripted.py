@@ -56,6 +56,9 @@ class ScriptedEngine:
             self.aborts[reason] = self.aborts.get(reason, 0) + 1
         return found
 
+    def waits(self, request_id: str) -> bool:
+        return any(request.request_id == request_id for request in self.waiting)
+
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 

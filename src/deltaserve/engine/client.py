@@ -142,6 +142,8 @@ class EngineClient:
     def __init__(self, launch: EngineLaunch) -> None:
         self.failure: str | None = None
         """Why the engine is gone; None while it is there."""
+        self.on_begin: Callable[[float], object] = lambda seconds: None
+        """Called for each request that begins to be computed, with the seconds that it has waited."""
         self._launch = launch
         self._streams: dict[str, Stream] = {}
         self._encoder = msgspec.msgpack.Encoder()
@@ -176,12 +178,14 @@ class EngineClient:
         return self.info
 
     async def close(self, timeout: float = 5.0) -> None:
-        """Ends the process, kindly for `timeout` seconds. Open streams fail."""
+        """Ends the process, kindly for `timeout` seconds if it has come up. Open streams fail."""
         self._closing = True
         self._fail("the server is shutting down")
         process = self._process
         if process is not None:
             self._post(Stop())
+            if not hasattr(self, "info"):
+                process.kill()
             await asyncio.to_thread(self._end, process, timeout)
             self._receiver.cancel()
         self._resources.close()
@@ -333,8 +337,10 @@ class EngineClient:
     def _take(self, data: bytes) -> None:
         report = self._decoder.decode(data)
         match report:
-            case Progress(outputs, stats):
+            case Progress(outputs, stats, queued):
                 self._update(stats)
+                for seconds in queued:
+                    self.on_begin(seconds)
                 for output in outputs:
                     self._deliver(output)
             case Rejected(request_id, message):

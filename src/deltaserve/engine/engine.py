@@ -73,6 +73,10 @@ class Engine:
         self._check_when_idle()
         return found
 
+    def waits(self, request_id: str) -> bool:
+        """Whether a request holds nothing yet, or nothing any more after a preemption."""
+        return self.scheduler.waits(request_id)
+
     def has_work(self) -> bool:
         return self.scheduler.has_work
 

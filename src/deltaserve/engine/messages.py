@@ -69,6 +69,8 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
     outputs: list[Output]
     stats: Stats
+    queued: list[float] = []
+    """Seconds that each request which began in this step had waited since its arrival."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):

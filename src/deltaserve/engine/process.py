@@ -54,6 +54,7 @@ class ServedEngine(Protocol):
         """Raises ValueError for a request that can never be served."""
 
     def abort(self, request_id: str, reason: str) -> bool: ...
+    def waits(self, request_id: str) -> bool: ...
     def step(self) -> Sequence[Output]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> Stats: ...
@@ -69,6 +70,8 @@ class EngineLoop:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._steps = -1
+        self._arrivals: dict[str, float] = {}
+        """Of the requests that have not begun."""
         self._reported_idle = True
 
     def run(self) -> None:
@@ -81,11 +84,14 @@ class EngineLoop:
         self._socket.send(self._encoder.encode(report))
 
     def _step(self) -> None:
+        now = time.time()
         outputs = list(self._engine.step())
         stats = self._engine.stats()
+        begun = [request_id for request_id in self._arrivals if not self._engine.waits(request_id)]
+        queued = [now - self._arrivals.pop(request_id) for request_id in begun]
         self._reported_idle = False
         if outputs or stats.steps != self._steps:
-            self.send(Progress(outputs, stats))
+            self.send(Progress(outputs, stats, queued))
         else:
             time.sleep(IDLE_STEP_SECONDS)
         self._steps = stats.steps
@@ -103,6 +109,7 @@ class EngineLoop:
                 case Cancel(request_ids, reason):
                     for request_id in request_ids:
                         self._engine.abort(request_id, reason)
+                        self._arrivals.pop(request_id, None)
                     self._reported_idle = False
                 case Ping(number):
                     self.send(Pong(number, self._engine.stats()))
@@ -120,6 +127,7 @@ class EngineLoop:
         for request in requests:
             try:
                 self._engine.add(request)
+                self._arrivals[request.request_id] = request.arrival
             except ValueError as refusal:
                 self.send(Rejected(request.request_id, str(refusal)))
         self._reported_idle = False

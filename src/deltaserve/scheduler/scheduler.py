@@ -142,6 +142,11 @@ class Scheduler:
         self._send_back(sequence)
         return True
 
+    def waits(self, request_id: str) -> bool:
+        """Whether a request holds nothing yet, or nothing any more."""
+        sequence = self._lines.get(request_id)
+        return sequence is not None and sequence.lease is None
+
     @property
     def has_work(self) -> bool:
         return bool(self._lines)

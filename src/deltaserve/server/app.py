@@ -102,7 +102,9 @@ def make_service(
     client: EngineClient, config: ServerConfig, model: str, checkpoint: Path, chat_template: str | None = None
 ) -> Service:
     """Around a started client. Raises ValueError for a checkpoint whose files cannot be read."""
-    backend = Backend(client, Tokenizer.load(checkpoint), Metrics(lambda: client.stats))
+    metrics = Metrics(lambda: client.stats)
+    client.on_begin = metrics.observe_queue
+    backend = Backend(client, Tokenizer.load(checkpoint), metrics)
     return Service(config, model, backend, GenerationDefaults.load(checkpoint), chat_template)
 
 
