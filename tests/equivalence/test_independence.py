@@ -17,12 +17,14 @@ from tests.equivalence.truth import Answer
 from tests.models.factory import tiny_config, write_checkpoint
 
 PROMPTS = (1, 2, 63, 64, 65, 130)
-NUM_TOKENS = 20
+NUM_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_config(), seed=11)
+    return write_checkpoint(
+        tmp_path_factory.mktemp("tiny"), tiny_config(num_hidden_layers=2, full_attention_interval=2), seed=11
+    )
 
 
 def make_engine(folder: Path, **settings: Any) -> Engine:

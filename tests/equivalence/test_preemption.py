@@ -21,26 +21,29 @@ def test_sent_back_at_every_token(tmp_path: Path) -> None:
             model=str(folder),
             dtype="float64",
             state_dtype="float64",
-            max_num_seqs=50,
-            max_num_batched_tokens=512,
+            max_num_seqs=100,
+            max_num_batched_tokens=1024,
             num_blocks=400,
         )
     )
     prompt = random.Random(2).choices(range(160), k=40)
-    params = SamplingParams(temperature=0.7, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, frequency_penalty=0.1)
     outputs: dict[str, list[int]] = {}
-    for number in range(-1, NUM_TOKENS):
+    for number in (-1, *range(NUM_TOKENS - 1)):
         outputs[str(number)] = []
+        # Ten tokens after the one at which it is sent back are enough to see whether it goes on rightly.
+        num_tokens = min(number + 11, NUM_TOKENS) if number >= 0 else NUM_TOKENS
+        params = SamplingParams(temperature=0.7, seed=3, max_tokens=num_tokens, ignore_eos=True, frequency_penalty=0.1)
         engine.add(Request(request_id=str(number), prompt_token_ids=prompt, params=params, arrival=0.0))
     while engine.has_work():
         for output in engine.step():
             tokens = outputs[output.request_id]
             tokens += output.token_ids
-            if len(tokens) - 1 == int(output.request_id) and output.finish_reason is None:
+            if len(tokens) - 1 == int(output.request_id):
                 assert engine.scheduler.preempt(output.request_id)
                 engine.check()
     assert engine.stats().preemptions == NUM_TOKENS - 1
     untouched = outputs.pop("-1")
     assert len(untouched) == NUM_TOKENS
     for name, tokens in outputs.items():
-        assert tokens == untouched, f"differs when sent back at token {name}"
+        assert len(tokens) == min(int(name) + 11, NUM_TOKENS)
+        assert tokens == untouched[: len(tokens)], f"differs when sent back at token {name}"

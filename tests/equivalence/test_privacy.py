@@ -14,7 +14,7 @@ from deltaserve.engine.engine import Engine
 from deltaserve.layers.context import ForwardContext
 from deltaserve.runner.runner import Model
 
-SECRET = [7 + number % 1500 for number in range(150)]
+SECRET = [7 + number % 1500 for number in range(100)]
 OTHER = [11, 500, 42]
 
 
@@ -65,12 +65,12 @@ def abort_in_the_prompt(engine: Engine) -> None:
 
 
 def abort_in_the_answer(engine: Engine) -> None:
-    steps(engine, 20)
+    steps(engine, 10)
     assert engine.abort("secret", "disconnect")
 
 
 def send_back_then_finish(engine: Engine) -> None:
-    steps(engine, 20)
+    steps(engine, 10)
     assert engine.scheduler.preempt("secret")
     finish(engine)
 
@@ -78,14 +78,14 @@ def send_back_then_finish(engine: Engine) -> None:
 @pytest.mark.parametrize("end", [finish, abort_in_the_prompt, abort_in_the_answer, send_back_then_finish])
 def test_earlier_tenant_leaves_no_trace(end: Callable[[Engine], None]) -> None:
     used, recorder = make_engine()
-    used.add(request("secret", SECRET, 60))
+    used.add(request("secret", SECRET, 30))
     end(used)
     assert not used.has_work()
     recorder.logits_seen.clear()
     fresh, expected = make_engine()
     for engine in (used, fresh):
-        engine.add(request("other", OTHER, 40))
+        engine.add(request("other", OTHER, 20))
         finish(engine)
-    assert len(recorder.logits_seen) == len(expected.logits_seen) == 40
+    assert len(recorder.logits_seen) == len(expected.logits_seen) == 20
     for told, right in zip(recorder.logits_seen, expected.logits_seen, strict=True):
         assert torch.equal(told, right)

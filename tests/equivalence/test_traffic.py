@@ -31,44 +31,46 @@ EVENTS = (
 )
 
 
-def draw_config(draw: random.Random, folder: Path | None, dtype: str) -> EngineConfig:
-    """Pools and budgets of every size, most of them tight."""
-    max_num_seqs = draw.choice([1, 2, 3, 5, 8])
+def draw_config(draw: random.Random, number: int, folder: Path | None, dtype: str) -> EngineConfig:
+    """Pools and budgets of every size, most of them tight. The first round is one in which everything happens."""
+    max_num_seqs = draw.choice([1, 2, 3, 5, 8]) if number else 4
+    spare = draw.choice([0, 1, 2, 7, 62, 63, 64, 130]) if number else 20
     return EngineConfig(
         model=None if folder is None else str(folder),
         dtype=dtype,  # type: ignore[arg-type]
         state_dtype=dtype,  # type: ignore[arg-type]
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw.choice([0, 1, 2, 7, 62, 63, 64, 130]),
-        num_blocks=draw.choice([2, 3, 4, 6, 10, 20]),
+        max_num_batched_tokens=max_num_seqs + spare,
+        num_blocks=draw.choice([2, 3, 4, 6, 10, 20]) if number else 4,
     )
 
 
-def assert_all_seen(seen: Counter[str]) -> None:
+def assert_seen(seen: Counter[str], events: tuple[str, ...]) -> None:
     print(dict(sorted(seen.items())))
-    assert not [event for event in EVENTS if not seen[event]], f"the traffic never had: {seen}"
+    missing = [event for event in events if not seen[event]]
+    assert not missing, f"the traffic never had {missing}: {seen}"
 
 
 @pytest.mark.parametrize("poison", [float("nan"), 1e3])
 def test_float64_models(poison: float, traffic_seconds: float, seed: int, tmp_path: Path) -> None:
     """A new random model and new pools in every round; drawn tokens must be the very ones."""
     end, seen, number = time.monotonic() + traffic_seconds, Counter[str](), 0
-    while time.monotonic() < end or number < 2:
+    while time.monotonic() < end or number < 1:
         draw = random.Random(f"{seed} {number}")
         shape = tiny_config() if number == 0 else random_config(draw.getrandbits(30))
         folder = write_checkpoint(tmp_path / str(number), shape, seed=number)
-        watched = Watched(draw_config(draw, folder, "float64"), poison)
+        watched = Watched(draw_config(draw, number, folder, "float64"), poison)
         print(f"round {number}: {watched.engine.config}", json.dumps(shape))
-        seen += Traffic(watched, Truth(folder), draw, greedy_only=False).run(30, tolerance=1e-8)
+        seen += Traffic(watched, Truth(folder), draw, greedy_only=False).run(24, tolerance=1e-8)
         number += 1
-    assert_all_seen(seen)
+    assert_seen(seen, EVENTS)
 
 
 def test_builtin_model(traffic_seconds: float, seed: int) -> None:
     end, seen, number, truth = time.monotonic() + traffic_seconds, Counter[str](), 0, Truth(BUILTIN)
     while time.monotonic() < end or number < 1:
         draw = random.Random(f"{seed} {number}")
-        watched = Watched(draw_config(draw, None, "float32"), draw.choice([float("nan"), 1e3]))
-        seen += Traffic(watched, truth, draw, greedy_only=True).run(15, tolerance=2e-3)
+        watched = Watched(draw_config(draw, number, None, "float32"), draw.choice([float("nan"), 1e3]))
+        seen += Traffic(watched, truth, draw, greedy_only=True).run(12, tolerance=2e-3)
         number += 1
-    assert_all_seen(seen)
+    assert_seen(seen, ("finished: length", "preempted", "mixed steps", "chunks before the last"))

@@ -53,7 +53,7 @@ class Traffic:
 
     def _arrive(self, name: str) -> None:
         draw, longest = self.draw, self.engine.max_model_len
-        num_prompt = min(draw.choice([1, 2, 3, 20, 63, 64, 65, 130, draw.randint(1, 200)]), longest - 1)
+        num_prompt = min(draw.choice([1, 2, 3, 20, 63, 64, 65, 130, draw.randint(1, 150)]), longest - 1)
         vocab = range(self.truth.vocab_size)
         request = Request(
             request_id=name,
@@ -95,14 +95,14 @@ class Traffic:
 
     def _interfere(self) -> None:
         draw, engine = self.draw, self.engine
-        if self.open and draw.random() < 0.02:
+        if self.open and draw.random() < 0.03:
             name = draw.choice(list(self.open))
             phase = "after its first token" if self.open.pop(name).token_ids else "before its first token"
             assert engine.abort(name, "disconnect")
             assert not engine.abort(name, "disconnect"), "aborted twice"
             self.seen[f"aborted {phase}"] += 1
             engine.check()
-        if self.open and draw.random() < 0.05:
+        if self.open and draw.random() < 0.06:
             self.seen["sent back"] += engine.scheduler.preempt(draw.choice(list(self.open)))
             engine.check()
 
