@@ -98,6 +98,13 @@ def test_equal_logits_fare_alike(case: dict[str, Any]) -> None:
     )
 
 
+def test_top_p_takes_no_token_more_than_it_needs() -> None:
+    """Two logits apart by one float, of exactly equal weight: half of the whole is the first alone."""
+    logits_RV = torch.tensor([[1.0 - 2**-24, 1.0, -1e9]]).repeat(3, 1)
+    cases = [{"temperature": 100.0, "top_p": top_p} for top_p in (0.5, 0.5 + 1e-9, 1.0)]
+    assert distribution(logits_RV, cases).tolist() == [[0, 1, 0], [0.5, 0.5, 0], [0.5, 0.5, 0]]
+
+
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_no_row_depends_on_its_mates(vocab: int) -> None:
     """Bit for bit: the weights, the cut, the noise, the token and the logprobs of a row alone and in a batch."""
