@@ -96,7 +96,7 @@ def test_salts_keep_apart() -> None:
     assert store.hit(numbers(9), salt=b"bob") == 0
     assert store.hit(numbers(9), salt=b"alice") == 8
     key = next(iter(store.index.entries))
-    assert store.hit(numbers(9, 4), salt=key) == 0, "a salt that equals a key does not continue its prefix"
+    assert store.hit(numbers(9, 4), salt=key) == 0, "a salt that equals a key continues its prefix"
     other = Store(salt=b"another server's")
     other.publish(numbers(8), states_at=(8,), salt=b"alice")
     assert not set(store.index.entries) & set(other.index.entries), "keys do not depend on the server's salt"
@@ -118,18 +118,19 @@ def test_colliding_keys_never_hit() -> None:
     for _ in range(300):
         store = Store()
         store.index = Colliding(store.blocks, store.slots, B, salt=SALT)
-        content: dict[int, list[int]] = {}
+        content: dict[int, tuple[bytes, list[int]]] = {}
         for _ in range(6):
             tokens = [rnd.randrange(2) for _ in range(B * rnd.randrange(1, 5))]
             before = {entry.block for entry in store.index.entries.values()}
-            chain = store.publish(tokens, states_at=tuple(range(B, len(tokens) + 1, B)))
+            salt = rnd.choice([b"", b"tenant"])
+            chain = store.publish(tokens, states_at=tuple(range(B, len(tokens) + 1, B)), salt=salt)
             for j, entry in enumerate(chain.entries):
                 if entry.block not in before:
-                    content[entry.block] = tokens[: (j + 1) * B]
+                    content[entry.block] = salt, tokens[: (j + 1) * B]
             store.index.check()
             asked = [rnd.randrange(2) for _ in range(2 * B + 1)]
             for j, block in enumerate(store.index.match(asked, b"").blocks):
-                assert content[block] == asked[: (j + 1) * B]
+                assert content[block] == (b"", asked[: (j + 1) * B])
                 hits += 1
     assert hits > 50, "the test has seen no hits"
 

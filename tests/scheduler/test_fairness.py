@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.scheduler.fake import VOCAB
 from tests.scheduler.rig import Rig
 
@@ -124,9 +126,10 @@ def test_the_youngest_makes_room_and_keeps_its_place() -> None:
     assert first == [30] * 4
 
 
-def test_a_request_is_not_let_in_only_to_be_sent_back() -> None:
+@pytest.mark.parametrize("num_blocks", [9, 12, 15, 18, 20, 25])
+def test_a_request_is_not_let_in_only_to_be_sent_back(num_blocks: int) -> None:
     """Prompts whose blocks are not in sight wait: the work of a request is done once."""
-    rig = Rig(num_blocks=20, block_size=8, max_num_batched_tokens=16, max_num_seqs=4)
+    rig = Rig(num_blocks=num_blocks, block_size=8, max_num_batched_tokens=16, max_num_seqs=4)
     for _ in range(8):
         rig.add(numbers(70), max_tokens=1)
     rig.finish()

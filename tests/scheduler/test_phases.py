@@ -139,6 +139,23 @@ def test_a_request_sent_back_in_flight_loses_that_step_only() -> None:
     rig.finish()
 
 
+def test_a_row_of_an_earlier_lease_counts_no_more() -> None:
+    """The request sits again before the step that it was sent back from has ended, as overlapping steps allow."""
+    rig = Rig()
+    name = rig.add(numbers(10), max_tokens=6)
+    rig.step()
+    plan = rig.plan()
+    assert plan is not None
+    result = rig.compute(plan)
+    assert rig.preempt(name)
+    assert [s.request_id for s in rig.scheduler._admit(32)] == [name]
+    spoken = list(rig.answers[name].token_ids)
+    assert rig.commit(plan, result) == []
+    sequence = rig.sequence(name)
+    assert sequence is not None
+    assert sequence.token_ids == [*numbers(10), *spoken]
+
+
 def test_a_thousand_random_events() -> None:
     """Start, finish, abort: those who run are those who hold, no two of them write one place, and all comes back."""
     rnd = random.Random(1)

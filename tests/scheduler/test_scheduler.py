@@ -312,10 +312,12 @@ def test_drafts_leave_prompts_their_half() -> None:
 
 
 def test_drafts_are_given_up_before_a_request_is() -> None:
-    rig = Rig(max_drafts=4, num_blocks=4, block_size=4, num_slots=10, max_num_seqs=2)
-    rig.add(numbers(6), max_tokens=2)
-    rig.add(numbers(6), max_tokens=2)
+    """Two grow side by side in six blocks. At token 9 the first has no room for drafts, until the second ends."""
+    rig = Rig(max_drafts=4, right_drafts=lambda k: 0, num_blocks=6, block_size=4, num_slots=10, max_num_seqs=2)
+    rig.add([1], max_tokens=16)
+    rig.add([2], max_tokens=10)
     rig.finish()
+    assert [row.num_drafts for row in rig.plans[8].rows] == [0, 1]
     assert rig.scheduler.stats().preemptions == 0
 
 

@@ -134,12 +134,8 @@ class CacheManager:
         if lease.shared != NO_SLOT:
             self._slots.share(lease.shared)
         if self._blocks.num_available >= self.num_missing(lease, len(token_ids)) + spare_blocks:
-            own = self._take_slots(self.max_keep)
-            if own is not None:
-                lease.own = own
-                return lease
-            if self._take_over(lease):
-                return lease
+            lease.own = self._take_slots(self.max_keep) or self._take_over(lease)
+            return lease
         self.release(lease)
         return None
 
@@ -251,19 +247,19 @@ class CacheManager:
         boundary = end // self.block_size * self.block_size
         return boundary - self.block_size if boundary == end == lease.known else boundary
 
-    def _take_over(self, lease: Lease) -> bool:
-        """One slot short: where nobody else reads the snapshot of the hit, the lease takes it for its own.
+    def _take_over(self, lease: Lease) -> list[int]:
+        """The lease's own slots, where its hit keeps one too many from being free: the snapshot becomes one of them.
 
-        Without this a request could wait for ever for a slot that its own hit keeps.
+        Without this a request could wait for ever for what it holds itself. That its slots were at hand before the hit
+        was shared means that nobody else reads the snapshot.
         """
-        if lease.shared == NO_SLOT or self._slots.refs[lease.shared] != 2:
-            return False
-        own = self._take_slots(self.max_keep - 1)
-        if own is None:
-            return False
+        slot, lease.shared = lease.shared, NO_SLOT
+        others = self._take_slots(self.max_keep - 1)
+        assert slot != NO_SLOT, "slots that were at hand are gone"
+        assert others is not None, "slots that were at hand are gone"
+        assert self._slots.refs[slot] == 2, "a snapshot that others read is taken over"
         self._index.surrender(lease.chain)
-        lease.own, lease.shared = [lease.shared, *own], NO_SLOT
-        return True
+        return [slot, *others]
 
     def _give_own(self, lease: Lease, i: int, boundary: int) -> None:
         """Hand own[i] to the index and take a fresh slot in its place. No bytes move."""

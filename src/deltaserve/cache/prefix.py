@@ -192,8 +192,9 @@ class PrefixIndex:
 
     def snapshot(self, chain: Chain, boundary: int, slot: int) -> bool:
         entry = self._at(chain, boundary)
-        if entry is None or not entry.alive or entry.slot != NO_SLOT:
+        if entry is None or entry.slot != NO_SLOT:
             return False
+        assert entry.alive, "a state is kept for a prefix that has left the index"
         self._slots.cache(slot)
         entry.slot = slot
         self._states[entry.key] = entry
@@ -261,8 +262,7 @@ class PrefixIndex:
     def _find(self, chain: Chain, tokens: bytes) -> tuple[bytes, Entry | None]:
         """The key of `chain` continued by one block, and its entry when it is the same prefix by content."""
         parent = chain.entries[-1] if chain.entries else None
-        # 17 bytes set a request's salt apart from every key, which has 16.
-        key = self._key(parent.key if parent is not None else bytes(17) + chain.salt, tokens)
+        key = self._key(parent.key if parent is not None else chain.salt, tokens)
         entry = self.entries.get(key)
         if entry is None or entry.parent is not parent or entry.tokens != tokens or entry.salt != chain.salt:
             return key, None

@@ -166,13 +166,14 @@ class Scheduler:
         sizes = {s.order: 1 + k for s, k in zip(extending, drafts, strict=True)}
         planned = self._place(sizes | self._share_prompts(budget))
         assert planned, "requests wait and none can move"
+        assert all(s.lease is not None for s in seated), "a request is let in and sent back in one step"
         planned.sort(key=lambda p: not p.extends)  # stable: each kind stays in the order of arrival
         step = self._counters.steps
         self._counters.steps += 1
         self._in_flight[step] = planned
         return Plan(
             step=step,
-            seatings=[seating for s, seating in zip(seated, seatings, strict=True) if s.lease is not None],
+            seatings=seatings,
             rows=[p.row for p in planned],
             num_decode=sum(p.extends for p in planned),
         )
