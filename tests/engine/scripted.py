@@ -53,7 +53,8 @@ class ScriptedEngine:
             self.waiting.remove(request)
             found = True
         if found:
-            self.aborts[reason] = self.aborts.get(reason, 0) + 1
+            counter = self.finished if reason == "stop" else self.aborts
+            counter[reason] = counter.get(reason, 0) + 1
         return found
 
     def waits(self, request_id: str) -> bool:

@@ -156,7 +156,7 @@ def test_one_of_several_can_be_cancelled() -> None:
                         stream.cancel(1, "stop")
             assert len(kept) == 20
             await eventually(lambda: client.stats.running == 0)
-            assert client.stats.aborts == {"stop": 1}
+            assert client.stats.finished == {"length": 1, "stop": 1}
 
     run(test)
 
@@ -214,7 +214,7 @@ def test_a_dead_engine_fails_every_stream(seed: int, words: str) -> None:
     async def test() -> None:
         async with running("slow") as client:
             reasons: list[str] = []
-            client.on_failure(reasons.append)
+            client.on_failure = reasons.append
             others = [client.submit([ask(f"o{i}", 3000)]) for i in range(3)]
             await others[0].next()
             others.append(client.submit([ask("bad", seed=seed)]))
@@ -230,6 +230,21 @@ def test_a_dead_engine_fails_every_stream(seed: int, words: str) -> None:
             await eventually(lambda: client.exit_code not in (None, 0))
 
     run(test)
+
+
+def test_a_report_that_cannot_be_read_is_no_silence(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with running("slow") as client:
+            stream = client.submit([ask("a", 3000)])
+            await stream.next()
+            client.on_begin = lambda seconds: 1 / 0
+            client.submit([ask("b")])
+            with pytest.raises(EngineStoppedError, match="cannot be read"):
+                await drain(stream)
+            await eventually(lambda: client.exit_code == -9)
+
+    run(test)
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_health_tells_a_live_engine_from_a_still_one() -> None:

@@ -94,6 +94,19 @@ def test_one_message_a_step_then_one_when_idle() -> None:
     assert peer.code == 0
 
 
+def test_the_wait_of_each_request_is_told_once() -> None:
+    with serving("slow", max_num_seqs=1) as peer:
+        peer.hear()
+        peer.say(Submit([ask("first", max_tokens=3), ask("second", max_tokens=3), ask("gone", max_tokens=3)]))
+        peer.say(Cancel(["gone"], "gone"))
+        waits: list[int] = []
+        while not isinstance(report := peer.hear(), Progress) or report.outputs:
+            assert isinstance(report, Progress)
+            assert all(seconds > 0 for seconds in report.queued)
+            waits.append(len(report.queued))
+        assert waits == [1, 0, 0, 1, 0, 0]
+
+
 def test_a_cancel_reaches_waiting_and_running_requests() -> None:
     with serving("slow", max_num_seqs=1) as peer:
         peer.hear()

@@ -144,6 +144,8 @@ class EngineClient:
         """Why the engine is gone; None while it is there."""
         self.on_begin: Callable[[float], object] = lambda seconds: None
         """Called for each request that begins to be computed, with the seconds that it has waited."""
+        self.on_failure: Callable[[str], object] = lambda reason: None
+        """Called once with the reason when the engine goes away by itself after it has come up."""
         self._launch = launch
         self._streams: dict[str, Stream] = {}
         self._encoder = msgspec.msgpack.Encoder()
@@ -151,11 +153,10 @@ class EngineClient:
         self._resources = contextlib.ExitStack()
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._closing = False
+        self._is_up = self._closing = False
         self._pings = 0
         self._pong: asyncio.Future[None] | None = None
         self._moved_at = time.monotonic()
-        self._on_failure: list[Callable[[str], None]] = []
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -172,6 +173,7 @@ class EngineClient:
         )
         threading.Thread(target=self._watch, args=(process,), daemon=True, name="watch-engine").start()
         self._receiver = self._loop.create_task(self._receive())
+        self._receiver.add_done_callback(self._on_receiver_end)
         self._hand_over(process, address)
         await self._ready
         self._forget_folder()
@@ -184,7 +186,7 @@ class EngineClient:
         process = self._process
         if process is not None:
             self._post(Stop())
-            if not hasattr(self, "info"):
+            if not self._is_up:
                 process.kill()
             await asyncio.to_thread(self._end, process, timeout)
             self._receiver.cancel()
@@ -203,10 +205,6 @@ class EngineClient:
     @property
     def process_id(self) -> int | None:
         return None if self._process is None else self._process.pid
-
-    def on_failure(self, callback: Callable[[str], None]) -> None:
-        """Called once with the reason when the engine goes away by itself."""
-        self._on_failure.append(callback)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -352,7 +350,7 @@ class EngineClient:
                 if self._pong is not None and not self._pong.done():
                     self._pong.set_result(None)
             case Ready(info, stats):
-                self.info, self.stats = info, stats
+                self.info, self.stats, self._is_up = info, stats, True
                 self._ready.set_result(None)
             case Failed(message, refused):
                 self._fail(message, ValueError if refused else EngineStoppedError)
@@ -378,6 +376,13 @@ class EngineClient:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             self._loop.call_soon_threadsafe(self._loop.call_later, LAST_WORD_SECONDS, self._on_exit, code)
 
+    def _on_receiver_end(self, receiver: asyncio.Task[None]) -> None:
+        """Nobody listens to the engine any more: an error of ours, and no reason to look alive."""
+        if not receiver.cancelled():
+            logger.error("the engine's reports cannot be read", exc_info=receiver.exception())
+            self._fail("the engine's reports cannot be read")
+            self.kill()
+
     def _on_exit(self, code: int) -> None:
         cause = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
         self._fail(f"the engine process {cause}")
@@ -398,8 +403,7 @@ class EngineClient:
             self._ready.set_exception(kind(reason))
             self._ready.exception()  # whoever gave up waiting leaves no complaint behind
         elif not self._closing:
-            for callback in self._on_failure:
-                callback(reason)
+            self.on_failure(reason)
 
     def _end(self, process: subprocess.Popen[bytes], timeout: float) -> None:
         try:

@@ -133,7 +133,7 @@ class Lifecycle:
             info = await starting
         finally:
             starting.cancel()
-        self._client.on_failure(self._on_failure)
+        self._client.on_failure = self._on_failure
         if self._client.failure is not None:
             raise EngineStoppedError(self._client.failure)
         self._service = app.make_service(
