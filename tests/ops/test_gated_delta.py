@@ -62,15 +62,15 @@ def recurrence(x: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     group = [h // (v_heads // k_heads) for h in range(v_heads)]
     softplus = torch.log1p(torch.exp((x.a + x.dt_bias).clamp(max=30))).maximum(x.a + x.dt_bias)
     alpha, beta = torch.exp(-torch.exp(x.A_log) * softplus), 1 / (1 + torch.exp(-x.b))
+    q = x.q / torch.sqrt((x.q**2).sum(-1, keepdim=True) + 1e-6) / x.q.shape[2] ** 0.5
+    k = x.k / torch.sqrt((x.k**2).sum(-1, keepdim=True) + 1e-6)
+    q, k = q[:, group, :, None], k[:, group, :, None]
     outputs, states = [], []
-    for t in range(len(x.q)):
-        q, k = x.q[t, group], x.k[t, group]
-        q = q / torch.sqrt((q**2).sum(-1, keepdim=True) + 1e-6) / q.shape[1] ** 0.5
-        k = k / torch.sqrt((k**2).sum(-1, keepdim=True) + 1e-6)
+    for t in range(len(x.v)):
         state = alpha[t, :, None, None] * state
-        u = beta[t, :, None] * (x.v[t] - torch.einsum("hkv,hk->hv", state, k))
-        state = state + torch.einsum("hk,hv->hkv", k, u)
-        outputs.append(torch.einsum("hkv,hk->hv", state, q))
+        u = beta[t, :, None] * (x.v[t] - (state * k[t]).sum(1))
+        state = state + k[t] * u[:, None]
+        outputs.append((state * q[t]).sum(1))
         states.append(state)
     return torch.stack(outputs), torch.stack(states)
 
@@ -97,6 +97,7 @@ LENGTHS = (1, 2, 3, 63, 64, 65, 127, 128, 200, 300)
 DECAYS = {
     "none": (0.0,),
     "full": (-80.0,),
+    "vanishing": (-1000.0,),
     "light": (-1e-3,),
     "middle": (-20.0,),
     "cliff": (-1e-3,) * 30 + (-80.0,) * 3,

@@ -46,8 +46,8 @@ class Group:
     """The longest context, L."""
     beyond: Tensor
     """int64: places of the gathered keys, counted over [B, N * BLOCK], that no row owns."""
-    hidden: Tensor
-    """float32 [B, Q, L]: -inf where a key comes after the token, else 0."""
+    hidden: Tensor | None
+    """float32 [B, Q, L]: -inf where a key comes after the token, else 0; None if all are 0."""
 
 
 def store(k_TGD: Tensor, v_TGD: Tensor, kv_pool: Tensor, layout: Layout) -> None:
@@ -87,8 +87,10 @@ def _attend_group(q_THD: Tensor, kv_pool: Tensor, group: Group, length: int, sca
     q_BQGPD = q_THD.to(wide).view(-1, length, k_heads, heads // k_heads, width)
     rows = len(q_BQGPD)
     q_BGSD = q_BQGPD.permute(0, 2, 3, 1, 4).reshape(rows, k_heads, -1, width)
-    hidden_BQL = group.hidden.to(wide)
-    hidden_B1SL = hidden_BQL[:, None].expand(-1, heads // k_heads, -1, -1).reshape(rows, 1, -1, group.num_keys)
+    hidden_B1SL = None
+    if group.hidden is not None:
+        hidden_BPQL = group.hidden[:, None].to(wide).expand(-1, heads // k_heads, -1, -1)
+        hidden_B1SL = hidden_BPQL.reshape(rows, 1, -1, group.num_keys)
     kv = kv_pool.flatten(2).index_select(1, group.block).view(2, -1, k_heads, width)
     kv = kv.index_fill_(1, group.beyond, 0).view(2, rows, -1, k_heads, width)
     k_BGLD, v_BGLD = kv[:, :, : group.num_keys].to(wide).transpose(2, 3)
@@ -123,14 +125,15 @@ def _group(layout: Layout, segment: Segment, row: Tensor) -> Group:
     device = table.device
     beyond = torch.arange(num_blocks * BLOCK, device=device) >= context[:, None]
     last_seen_BQ = context[:, None] - length + torch.arange(length, device=device)
-    hidden_BQL = torch.arange(num_keys, device=device) > last_seen_BQ[..., None]
+    is_hidden_BQL = torch.arange(num_keys, device=device) > last_seen_BQ[..., None]
+    hidden_BQL = torch.zeros(is_hidden_BQL.shape, device=device).masked_fill_(is_hidden_BQL, -torch.inf)
     is_all = len(row) == segment.row_end - segment.row_start
     return Group(
         token=None if is_all else (row[:, None] * length + torch.arange(length, device=device)).flatten(),
         block=table.clamp(min=0).flatten(),
         num_keys=num_keys,
         beyond=beyond.flatten().nonzero().squeeze(1),
-        hidden=torch.zeros(hidden_BQL.shape, device=device).masked_fill_(hidden_BQL, -torch.inf),
+        hidden=hidden_BQL if bool(is_hidden_BQL.any()) else None,
     )
 
 

@@ -13,6 +13,7 @@ Shape letters beyond api.py's: M chunks of all rows, C places in a chunk, R valu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -41,6 +42,13 @@ class Tokens:
     dtype: torch.dtype
     """Of the output."""
 
+    def part(self, segment: Segment) -> Tokens:
+        """The tokens of one segment."""
+        if segment.token_end - segment.token_start == len(self.v):
+            return self
+        here = slice(segment.token_start, segment.token_end)
+        return Tokens(self.q[here], self.k[here], self.v[here], self.g[here], self.beta[here], self.dtype)
+
 
 def prepare(
     q_THK: Tensor,
@@ -62,25 +70,23 @@ def prepare(
 
 
 def step(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Tensor:
-    """The recurrence itself. All rows have `max_len` tokens; those of one place are computed together."""
-    heads, length = x.v.shape[1], segment.max_len
+    """The recurrence itself. All rows have `max_len` tokens, N; those of one place are computed together."""
+    x, heads, repeats = x.part(segment), x.v.shape[1], x.v.shape[1] // x.k.shape[1]
+    q_THK, k_THK = (part.repeat_interleave(repeats, dim=1) if repeats > 1 else part for part in (x.q, x.k))
+    parts_BNV = [part.view(-1, segment.max_len, *part.shape[1:]) for part in (q_THK, k_THK, x.v, x.g.exp(), x.beta)]
     state_XKD = read_slots(pool_SVKD, layout.once(slot_index, segment)).to(x.v.dtype).flatten(0, 1)
-    q, k, v, g, beta = (part[segment.token_start : segment.token_end] for part in (x.q, x.k, x.v, x.g, x.beta))
-    repeats = heads // q.shape[1]
-    q, k = (part.repeat_interleave(repeats, dim=1) if repeats > 1 else part for part in (q, k))
-    decay = g.exp()
     outputs = []
     for place, (kept_row, kept_slot) in enumerate(layout.once(kept_by_place, segment)):
-        q_X1K, k_X1K, v_X1D = (part[place::length].reshape(-1, 1, part.shape[-1]) for part in (q, k, v))
-        decay_X11, beta_X11 = (part[place::length].reshape(-1, 1, 1) for part in (decay, beta))
+        q_X1K, k_X1K, v_X1D, decay_X11, beta_X11 = (part[:, place].reshape(len(state_XKD), 1, -1) for part in parts_BNV)
         state_XKD.mul_(decay_X11)
         u_X1D = torch.baddbmm(v_X1D, k_X1K, state_XKD, alpha=-1).mul_(beta_X11)
         state_XKD.addcmul_(k_X1K.transpose(1, 2), u_X1D)
-        outputs.append(torch.bmm(q_X1K, state_XKD).view(-1, heads, v.shape[-1]))
+        outputs.append(torch.bmm(q_X1K, state_XKD))
         state_BVKD = state_XKD.view(-1, *pool_SVKD.shape[1:])
         kept_BVKD = state_BVKD if kept_row is None else state_BVKD.index_select(0, kept_row)
         pool_SVKD.index_copy_(0, kept_slot, kept_BVKD.to(pool_SVKD.dtype))
-    return torch.stack(outputs, dim=1).flatten(0, 1).to(x.dtype)
+    o_BVND = torch.cat(outputs, dim=1).view(-1, heads, segment.max_len, x.v.shape[2])
+    return o_BVND.transpose(1, 2).flatten(0, 1).to(x.dtype)
 
 
 def kept_by_place(layout: Layout, segment: Segment) -> list[tuple[Tensor | None, Tensor]]:
@@ -119,19 +125,19 @@ class ChunkIndex:
     inner_place: Tensor
     """int64: places of the other tokens after which the state is kept, in `inner_slot`."""
     inner_slot: Tensor
-    inner_by_number: list[tuple[Tensor, Tensor]]
-    """For each c: which of the inner places are in chunks number c, and the turns of their rows."""
+    inner_by_number: dict[int, tuple[Tensor, Tensor]]
+    """For c: which of the inner places are in chunks number c, if any is, and the turns of their rows."""
 
 
 def chunk(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Tensor:
     """Rows of any length, cut into chunks; the tail of a row's last chunk is padded by tokens that change nothing."""
     index = layout.once(chunk_index, segment)
-    wide, repeats = x.v.dtype, x.v.shape[1] // x.k.shape[1]
+    x, wide, repeats = x.part(segment), x.v.dtype, x.v.shape[1] // x.k.shape[1]
 
     def chunks(part: Tensor) -> Tensor:
         """[tokens, heads, ...] to [M, heads, C, ...]."""
         padded = part.new_zeros(index.bounds[-1] * CHUNK, *part.shape[1:])
-        padded.index_copy_(0, index.place, part[segment.token_start : segment.token_end])
+        padded.index_copy_(0, index.place, part)
         return padded.view(-1, CHUNK, *part.shape[1:]).transpose(1, 2)
 
     def per_v_head(part_MHC: Tensor) -> Tensor:
@@ -187,10 +193,10 @@ def _pass_over_states(
     state, u, w, q, rest, decay, o = (
         part.flatten(0, 1) for part in (state_BVKD, u_MVCD, w_MVCK, q_MVCK, rest_MVCK, decay_MV11, o_MVCD)
     )
-    for number, (inner, turn) in enumerate(index.inner_by_number):
-        here = slice(index.bounds[number] * heads, index.bounds[number + 1] * heads)
-        active = state[: here.stop - here.start]
-        if len(inner):
+    for number, (first, last) in enumerate(pairwise(index.bounds)):
+        here, active = slice(first * heads, last * heads), state[: (last - first) * heads]
+        if number in index.inner_by_number:
+            inner, turn = index.inner_by_number[number]
             before_IVKD[inner] = state_BVKD[turn]
         u[here].baddbmm_(w[here], active, alpha=-1)
         torch.bmm(q[here], active, out=o[here])
@@ -216,10 +222,10 @@ def chunk_index(layout: Layout, segment: Segment) -> ChunkIndex:
     kept_row, kept_token = row[index.kept_token], token[index.kept_token]
     is_end = kept_token == lengths[kept_row] - 1
     inner_turn, inner_number = turn_of_row[kept_row][~is_end], kept_token[~is_end] // CHUNK
-    inner_by_number = []
-    for number in range(most):
+    inner_by_number = {}
+    for number in set(inner_number.tolist()):
         inner = (inner_number == number).nonzero().squeeze(1)
-        inner_by_number.append((inner, inner_turn[inner]))
+        inner_by_number[number] = (inner, inner_turn[inner])
     return ChunkIndex(
         row_of_turn=row_of_turn,
         bounds=bound.tolist(),
