@@ -103,10 +103,12 @@ class Talk:
         self.logprobs += result.logprobs or []
 
 
-def step(sampler: Sampler, talks: Sequence[Talk], dtype: torch.dtype, vocab: int = VOCAB) -> None:
+def step(
+    sampler: Sampler, talks: Sequence[Talk], dtype: torch.dtype, vocab: int = VOCAB, device: torch.device = CPU
+) -> None:
     logits = np.stack([logits_after(talk.tokens, vocab) for talk in talks])
     positions = [len(talk.tokens) for talk in talks]
-    sampled = sampler.sample(torch.from_numpy(logits).to(dtype), [talk.seat for talk in talks], positions)
+    sampled = sampler.sample(torch.from_numpy(logits).to(device, dtype), [talk.seat for talk in talks], positions)
     for talk, result in zip(talks, sampled.results(), strict=True):
         talk.hear(result)
 
@@ -180,6 +182,22 @@ def test_tokens_do_not_depend_on_batch_mates(seed: int, vocab: int, count: int, 
     for talk, lone in zip(together, alone, strict=True):
         assert talk.tokens == lone.tokens, talk.params
         assert talk.logprobs == lone.logprobs
+
+
+@pytest.mark.gpu
+def test_the_gpu_says_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    talks = random_talks(rng, 64)
+    heard = []
+    for device in (CPU, torch.device("cuda")):
+        sampler = Sampler(64, VOCAB, device, torch.float64)
+        copies = [Talk(talk.prompt, talk.params) for talk in talks]
+        for seat, talk in enumerate(copies):
+            talk.sit(sampler, seat)
+        for _ in range(8):
+            step(sampler, copies, torch.float64, device=device)
+        heard.append([talk.tokens for talk in copies])
+    assert heard[0] == heard[1]
 
 
 def test_preemption_changes_nothing(seed: int) -> None:
