@@ -368,7 +368,10 @@ def _read_ids(reader: _Reader, key: str, vocab_size: int) -> tuple[int, ...]:
     ids = _as_list(reader.take(key))
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise ValueError(f"config.json: {key} has {_short(token)}; token ids are 0 to {vocab_size - 1}")
+            raise ValueError(
+                f"{key} has {_short(token)} (in config.json or generation_config.json); "
+                f"token ids are 0 to {vocab_size - 1}"
+            )
     return tuple(sorted(set(ids)))
 
 
