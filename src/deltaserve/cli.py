@@ -140,7 +140,7 @@ def told(run: Callable[[], int | None]) -> int:
         typer.echo(f"error: {refusal}", err=True)
         return 2
     except (RuntimeError, OSError, MemoryError) as failure:
-        typer.echo(f"error: {failure or type(failure).__name__}", err=True)
+        typer.echo(f"error: {str(failure) or type(failure).__name__}", err=True)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -220,6 +220,14 @@ def inspect_(values: dict[str, Any]) -> None:
     from deltaserve.runner.blueprint import inspect as describe
 
     print(describe(_engine_config(values)))
+
+
+@command(*_engine_flags())
+def compare(values: dict[str, Any]) -> None:
+    """Run transformers beside the engine and show, layer by layer, how far apart they are."""
+    from deltaserve.engine.compare import compare as run_both
+
+    print("\n".join(run_both(_engine_config(values)).lines()))
 
 
 def _loaded(values: dict[str, Any]) -> contextlib.AbstractContextManager[LLM]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltaserve.core.stats import CacheUsage, Stats
@@ -83,3 +86,11 @@ def test_two_servers_share_no_numbers() -> None:
     first, second = Metrics(lambda: STATS), Metrics(lambda: STATS)
     first.count_prompt(5)
     assert samples(second)["prompt_tokens_total"] == 0
+
+
+def test_the_page_names_what_is_told() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (gauge|counter|histogram) \|", page, re.MULTILINE))
+    text = Metrics(lambda: STATS).render().decode()
+    kinds = dict(re.findall(r"^# TYPE deltaserve_(\w+) (\w+)$", text, re.MULTILINE))
+    assert rows == {name: kind for name, kind in kinds.items() if not name.endswith("_created")}
