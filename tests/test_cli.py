@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
@@ -59,11 +59,13 @@ def test_without_flags_everything_is_the_default(served: list[tuple[EngineLaunch
     assert served == [(EngineLaunch(EngineConfig()), ServerConfig())]
 
 
-def another(field: dataclasses.Field[Any]) -> str:
+def another(config: type[Any], field: dataclasses.Field[Any]) -> str:
     """A legal value that is not the default."""
-    texts = {"device": "cpu", "dtype": "bfloat16", "state_dtype": "bfloat16", "log_level": "debug", "host": "::1"}
-    if field.name in texts:
-        return texts[field.name]
+    choices = [choice for choice in get_args(get_type_hints(config)[field.name]) if isinstance(choice, str)]
+    if choices:
+        return next(choice for choice in choices if choice != field.default)
+    if isinstance(field.default, str):
+        return "::1"
     if field.default in (None, ()):
         return "7"
     default: Any = field.default
@@ -75,15 +77,15 @@ def test_every_field_is_a_flag(served: list[tuple[EngineLaunch, ServerConfig]], 
     for field in dataclasses.fields(config):
         served.clear()
         flag = "--" + field.name.replace("_", "-")
-        result = invoke("serve", flag, another(field))
+        result = invoke("serve", flag, another(config, field))
         assert result.exit_code == 0, result.output
         launch, server = served[0]
         made = launch.config if config is EngineConfig else server
         value = getattr(made, field.name)
         assert value != field.default
-        assert str(value[0] if isinstance(value, tuple) else value).removesuffix(".0") == another(field).removesuffix(
-            ".0"
-        )
+        assert str(value[0] if isinstance(value, tuple) else value).removesuffix(".0") == another(
+            config, field
+        ).removesuffix(".0")
         others = {f.name: getattr(made, f.name) for f in dataclasses.fields(config) if f.name != field.name}
         assert others == {f.name: f.default for f in dataclasses.fields(config) if f.name != field.name}
 

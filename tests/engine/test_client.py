@@ -18,14 +18,8 @@ import pytest
 
 from deltaserve.config import EngineConfig
 from deltaserve.core.request import Output, Request, SamplingParams
-from deltaserve.engine.client import (
-    EngineClient,
-    EngineLaunch,
-    EngineStoppedError,
-    OverloadedError,
-    Stream,
-    StreamClosedError,
-)
+from deltaserve.engine.client import EngineClient, EngineLaunch, OverloadedError
+from deltaserve.engine.stream import EngineStoppedError, Stream, StreamClosedError
 from tests.engine import scripted
 
 PROMPT = [5, 6, 7, 8]

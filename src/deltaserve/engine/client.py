@@ -41,6 +41,7 @@ from deltaserve.engine.messages import (
     Stop,
     Submit,
 )
+from deltaserve.engine.stream import EngineStoppedError, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +53,8 @@ LAST_WORD_SECONDS = 0.2
 """How long the last message of an ended process may take to be read."""
 
 
-class EngineStoppedError(RuntimeError):
-    """The engine process has ended, or is about to."""
-
-
 class OverloadedError(RuntimeError):
     """More requests wait than may."""
-
-
-class StreamClosedError(RuntimeError):
-    """Whoever wanted the outputs has gone away."""
 
 
 @dataclass(frozen=True)
@@ -71,64 +64,6 @@ class EngineLaunch:
     config: EngineConfig
     factory: str = ENGINE
     log_level: str = "info"
-
-
-class Stream:
-    """The outputs of some requests that were submitted together, in batches: whatever came since the last look."""
-
-    def __init__(self, client: EngineClient, request_ids: list[str]) -> None:
-        self._client = client
-        self._request_ids = request_ids
-        self._index = {request_id: index for index, request_id in enumerate(request_ids)}
-        self._open = set(request_ids)
-        self._batch: list[tuple[int, Output]] = []
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def next(self) -> list[tuple[int, Output]]:
-        """Waits for outputs; each comes with its request's place in the submission.
-
-        Raises ValueError when the engine refuses a request, EngineStoppedError, and StreamClosedError after `close`.
-        """
-        if not self._batch and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if self._batch:
-            batch, self._batch = self._batch, []
-            return batch
-        assert self._error is not None, "a stream was woken for nothing"
-        raise self._error
-
-    def cancel(self, index: int, reason: str) -> None:
-        """Ends one request; what has come of it stays, nothing more comes. Harmless when it has ended."""
-        request_id = self._request_ids[index]
-        if request_id in self._open:
-            self._open.discard(request_id)
-            self._client.cancel([request_id], reason)
-
-    def close(self, reason: str = "abort") -> None:
-        """Ends all that still runs, wakes whoever waits. May be called at any time, and again."""
-        if self._open:
-            self._client.cancel(list(self._open), reason)
-            self._open.clear()
-        self.fail(StreamClosedError("the stream was closed"))
-
-    def put(self, output: Output) -> None:
-        """For the client: one more output. The waiter runs after the whole step has been put."""
-        if output.finish_reason is not None:
-            self._open.discard(output.request_id)
-        self._batch.append((self._index[output.request_id], output))
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        """For the client: nothing more will come. The first error stays."""
-        if self._error is None:
-            self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class EngineClient:
@@ -222,7 +157,7 @@ class EngineClient:
         if self.failure is not None:
             raise EngineStoppedError(self.failure)
         self._refuse_overload(len(requests))
-        stream = Stream(self, [request.request_id for request in requests])
+        stream = Stream([request.request_id for request in requests], self.cancel)
         if not self._streams:
             self._moved_at = time.monotonic()
         for request in requests:

@@ -144,7 +144,9 @@ def generating_routes(service: Service) -> APIRouter:
         style = service.style(CompletionStyle, "cmpl", ask, ask.logprobs is not None)
 
         def start(name: str) -> Generation:
-            return Generation(service.backend, name, prompts, params, ask.skip_special_tokens is not False)
+            return Generation(
+                service.backend, name, prompts, params, ask.skip_special_tokens is not False, ask.cache_salt
+            )
 
         return await service.answer(request, ask, style, start)
 
@@ -157,7 +159,9 @@ def generating_routes(service: Service) -> APIRouter:
         style = service.style(ChatStyle, "chatcmpl", ask, bool(ask.logprobs))
 
         def start(name: str) -> Generation:
-            return Generation(service.backend, name, [prompt], params, ask.skip_special_tokens is not False)
+            return Generation(
+                service.backend, name, [prompt], params, ask.skip_special_tokens is not False, ask.cache_salt
+            )
 
         return await service.answer(request, ask, style, start)
 

@@ -11,7 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deltaserve.engine.client import EngineStoppedError, OverloadedError
+from deltaserve.engine.client import OverloadedError
+from deltaserve.engine.stream import EngineStoppedError
 
 RETRY_AFTER_SECONDS = 1
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from deltaserve.core.request import FinishReason, Output, Request, SamplingParams
-from deltaserve.engine.client import EngineClient, Stream
+from deltaserve.engine.client import EngineClient
 from deltaserve.engine.detokenizer import TextDelta, TextStream, TokenText, describe_tokens
 from deltaserve.engine.metrics import Metrics
 from deltaserve.engine.stop_strings import StopStrings
+from deltaserve.engine.stream import Stream
 from deltaserve.engine.tokenizer import Tokenizer
 from deltaserve.engine.validation import validate
 from deltaserve.server.errors import ApiError, bad_request
@@ -90,6 +91,7 @@ class Generation:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         skip_special_tokens: bool = True,
+        cache_salt: str | None = None,
     ) -> None:
         self._backend, self._skip_special_tokens = backend, skip_special_tokens
         self._params = params
@@ -97,7 +99,7 @@ class Generation:
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
         stops = StopStrings(params.stop)
         self._answers = [_Answer(prompt, self._open_text(prompt, stops)) for prompt in prompts for _ in range(params.n)]
-        requests = self._requests(request_id)
+        requests = self._requests(request_id, cache_salt)
         for request in requests[:: params.n]:
             try:
                 validate(request, backend.client.info.vocab_size, backend.client.info.max_model_len)
@@ -150,7 +152,7 @@ class Generation:
             stops=stops,
         )
 
-    def _requests(self, request_id: str) -> list[Request]:
+    def _requests(self, request_id: str, cache_salt: str | None) -> list[Request]:
         arrival, n = time.time(), self._params.n
         variants = [self._params.of_answer(number) for number in range(n)]
         return [
@@ -159,6 +161,7 @@ class Generation:
                 prompt_token_ids=answer.prompt.token_ids,
                 params=variants[index % n],
                 arrival=arrival,
+                cache_salt=cache_salt,
             )
             for index, answer in enumerate(self._answers)
         ]

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from deltaserve.engine.client import EngineClient, EngineLaunch, EngineStoppedError
+from deltaserve.engine.client import EngineClient, EngineLaunch
 from deltaserve.engine.messages import EngineInfo
+from deltaserve.engine.stream import EngineStoppedError
 from deltaserve.server.config import ServerConfig
 from deltaserve.server.front import Front
 

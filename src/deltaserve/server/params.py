@@ -94,6 +94,6 @@ def _checked(values: dict[str, Any], max_model_len: int) -> SamplingParams:
 def name_the_field(fault: ValueError) -> ApiError:
     """A complaint about parameters, with the field that it speaks of as `param`."""
     words = re.findall(r"\w+", str(fault))
-    fields = {*SamplingParams.__struct_fields__, "prompt"}
+    fields = {*SamplingParams.__struct_fields__, "prompt", "cache_salt"}
     param = next((word for word in words if word in fields), None)
     return bad_request(str(fault), param, "out_of_range" if param else None)

@@ -43,6 +43,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    cache_salt: str | None = None
     skip_special_tokens: bool | None = None
     n: int | None = None
     stream: bool | None = None

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deltaserve.engine.client import StreamClosedError
+from deltaserve.engine.stream import StreamClosedError
 from deltaserve.server.errors import ApiError, api_error
 from deltaserve.server.generation import Delta, Generation
 from deltaserve.server.replies import Style
