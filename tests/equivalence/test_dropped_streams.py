@@ -17,6 +17,8 @@ from tests.serving import Server, serving
 NUM_STREAMS = 200
 AT_ONCE = 20
 MAX_EVENTS = 25
+SECONDS = 240
+"""Far more than it takes: streams that nobody reads would hold the few seats for longer."""
 
 
 def body(number: int) -> tuple[str, dict[str, Any]]:
@@ -53,7 +55,8 @@ async def drop_all(server: Server, counts: list[int]) -> list[int]:
         async with gate:
             return await drop(server, number, count)
 
-    return await asyncio.gather(*(one(number, count) for number, count in enumerate(counts)))
+    async with asyncio.timeout(SECONDS):
+        return await asyncio.gather(*(one(number, count) for number, count in enumerate(counts)))
 
 
 def ask(server: Server) -> str:
