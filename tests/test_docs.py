@@ -80,6 +80,11 @@ def test_log_is_dated_newest_first() -> None:
     assert dates == sorted(dates, key=lambda date: date[:10], reverse=True)
 
 
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= set(links(index.read_text()))
+
+
 def test_flags_are_those_of_the_configs() -> None:
     assert flags_page.PAGE.read_text() == flags_page.text(), "run make docs"
 
