@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+Switch = Literal["on", "off"]
 StateDType = Literal["float32", "bfloat16", "float64"]
 
 
@@ -36,12 +37,20 @@ class EngineConfig:
     )
     num_blocks: int | None = option(None, "KV blocks of 64 tokens; by default from the cache memory")
     num_slots: int | None = option(None, "state slots; by default from max_num_seqs")
+    prefix_cache: Switch = option("on", "keep the memory of finished prefixes, for prompts that begin alike")
     num_threads: int | None = option(None, "CPU threads of the tensor library; by default its own choice")
     max_waiting: int = option(1024, "requests that may wait; one more is answered 503")
     seed: int = option(0, "seeds requests that bring none")
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "num_slots", "num_threads"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_blocks",
+            "num_slots",
+            "num_threads",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")

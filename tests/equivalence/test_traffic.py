@@ -28,6 +28,8 @@ EVENTS = (
     "preempted",
     "mixed steps",
     "chunks before the last",
+    "tokens from the cache",
+    "states kept",
 )
 
 
@@ -41,7 +43,9 @@ def draw_config(draw: random.Random, number: int, folder: Path | None, dtype: st
         state_dtype=dtype,  # type: ignore[arg-type]
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + spare,
-        num_blocks=draw.choice([2, 3, 4, 6, 10, 20]) if number else 4,
+        num_blocks=draw.choice([2, 3, 4, 6, 10, 20]) if number else 10,
+        num_slots=max_num_seqs + draw.choice([0, 1, 2, 5, 30]) if number else 8,
+        prefix_cache=draw.choice(["on", "on", "on", "off"]) if number else "on",
     )
 
 
@@ -61,7 +65,7 @@ def test_float64_models(poison: float, traffic_seconds: float, seed: int, tmp_pa
         folder = write_checkpoint(tmp_path / str(number), shape, seed=number)
         watched = Watched(draw_config(draw, number, folder, "float64"), poison)
         print(f"round {number}: {watched.engine.config}", json.dumps(shape))
-        seen += Traffic(watched, Truth(folder), draw, greedy_only=False).run(24, tolerance=1e-8)
+        seen += Traffic(watched, Truth(folder), draw, greedy_only=False).run(24 if number else 40, tolerance=1e-8)
         number += 1
     assert_seen(seen, EVENTS)
 

@@ -20,6 +20,8 @@ class Traffic:
         self.open: dict[str, Answer] = {}
         self.finished: list[Answer] = []
         self.seen: Counter[str] = Counter()
+        self.shared = draw.choices(range(truth.vocab_size), k=400)
+        """Many prompts begin with some of these tokens."""
 
     def run(self, num_requests: int, tolerance: float) -> Counter[str]:
         """Returns how often each kind of event was seen."""
@@ -42,11 +44,14 @@ class Traffic:
             assert steps < 100 * num_requests + 10_000, "the traffic does not end"
         assert not self.open, f"{list(self.open)} have no end"
         self.watched.assert_nothing_left()
+        if engine.config.prefix_cache == "on":
+            self.seen["states kept"] += self.watched.assert_kept_is_right(tolerance, at_most=6)
         stop_ids = sorted(engine.generation_defaults.eos_token_ids)
         for answer in self.finished:
             self.truth.check(answer, stop_ids, engine.max_model_len, tolerance)
             self.seen[f"finished: {answer.finish_reason}"] += 1
         self.seen["preempted"] += engine.stats().preemptions
+        self.seen["tokens from the cache"] += engine.stats().cached_tokens
         self.seen["mixed steps"] += self.watched.workers.num_mixed
         self.seen["chunks before the last"] += self.watched.workers.num_chunks
         return self.seen
@@ -54,15 +59,26 @@ class Traffic:
     def _arrive(self, name: str) -> None:
         draw, longest = self.draw, self.engine.max_model_len
         num_prompt = min(draw.choice([1, 2, 3, 20, 63, 64, 65, 130, draw.randint(1, 150)]), longest - 1)
-        vocab = range(self.truth.vocab_size)
         request = Request(
             request_id=name,
-            prompt_token_ids=draw.choices(vocab, k=num_prompt),
+            prompt_token_ids=self._prompt(num_prompt),
             params=self._params(),
             arrival=0.0,
+            cache_salt=draw.choice([None, None, None, "tenant"]),
         )
         self.engine.add(request)
         self.open[name] = Answer(request)
+
+    def _prompt(self, length: int) -> list[int]:
+        """What is shared with others, or what was said before, then something new."""
+        draw = self.draw
+        said = self.shared
+        if self.finished and draw.random() < 0.3:
+            answer = draw.choice(self.finished)
+            said = answer.request.prompt_token_ids + answer.token_ids
+            length = min(len(said) + draw.choice([1, 20, 70]), self.engine.max_model_len - 1)
+        said = said[: draw.choice([0, length, length, draw.randint(0, length)])]
+        return said + draw.choices(range(self.truth.vocab_size), k=length - len(said))
 
     def _params(self) -> SamplingParams:
         draw, vocab = self.draw, range(self.truth.vocab_size)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
+from array import array
 
 import torch
 from torch import Tensor
 
 from deltaserve.cache.manager import CacheManager
+from deltaserve.cache.prefix import IndexFactory, PrefixIndex
 from deltaserve.config import EngineConfig
 from deltaserve.core.plan import Plan, Result
 from deltaserve.engine.engine import Engine
 from deltaserve.engine.workers import Workers
+from deltaserve.models.qwen3_next import Qwen3Next
 from deltaserve.ops.layout import BLOCK
 from deltaserve.runner.memory import Pools
+from tests.driver import Driver, Row
 
 
 def bits(pool: Tensor) -> Tensor:
@@ -67,20 +70,58 @@ class Watched:
 
     def __init__(self, config: EngineConfig, poison: float) -> None:
         self.poison = poison
-        make_cache = partial(CacheManager, on_free_block=self._free_block, on_free_slot=self._free_slot)
-        self.engine = Engine(config, make_cache=make_cache, fill=poison)
+        self.caches: list[CacheManager] = []
+        self.engine = Engine(config, make_cache=self._make_cache, fill=poison)
         assert self.engine.workers.runner is not None
         self.pools = self.engine.workers.runner.pools
         self.workers = WatchedWorkers(self.engine.workers, self.pools)
         self.engine.workers = self.workers
 
     def assert_nothing_left(self) -> None:
-        """All ids are free, so all memory is poison again."""
+        """No request holds an id, and all memory but what the prefix index keeps is poison again."""
         self.engine.check()
         usage = self.engine.stats().cache
         assert (usage.blocks_used, usage.slots_used) == (0, 0)
-        for pool in (*self.pools.kv, *self.pools.conv, *self.pools.state):
+        [cache] = self.caches
+        blocks, slots = ([i for i, refs in enumerate(pool.refs) if not refs] for pool in (cache._blocks, cache._slots))
+        left = [pool[:, blocks] for pool in self.pools.kv]
+        left += [pool[slots] for pool in (*self.pools.conv, *self.pools.state)]
+        for pool in left:
             assert torch.equal(bits(pool), bits(torch.full_like(pool, self.poison))), "memory was changed after its end"
+
+    def assert_kept_is_right(self, tolerance: float, at_most: int) -> int:
+        """Computes the prefixes of the index anew and compares keys, values and states. Returns how many states."""
+        [cache] = self.caches
+        assert self.engine.workers.runner is not None
+        index, model = cache._index, self.engine.workers.runner.model
+        assert isinstance(index, PrefixIndex)
+        assert isinstance(model, Qwen3Next)
+        states = list(index._states.values())[:at_most]
+        for entry in states:
+            chain = [entry]
+            while chain[0].parent is not None:
+                chain.insert(0, chain[0].parent)
+            row = Row([token for link in chain for token in array("q", link.tokens)])
+            driver = Driver(
+                model,
+                num_blocks=len(chain),
+                num_slots=2,
+                state_dtype=self.pools.state[0].dtype if self.pools.state else None,
+            )
+            driver.prefill(row)
+            for kept, right in zip(self.pools.kv, driver.kv, strict=False):
+                blocks = [link.block for link in chain]
+                torch.testing.assert_close(kept[:, blocks], right[:, row.blocks], rtol=0, atol=tolerance)
+            for kept, right in zip((*self.pools.conv, *self.pools.state), (*driver.conv, *driver.state), strict=True):
+                torch.testing.assert_close(kept[entry.slot], right[row.slot], rtol=0, atol=tolerance)
+        return len(states)
+
+    def _make_cache(self, num_blocks: int, num_slots: int, max_keep: int, index: IndexFactory) -> CacheManager:
+        cache = CacheManager(
+            num_blocks, num_slots, max_keep, index, on_free_block=self._free_block, on_free_slot=self._free_slot
+        )
+        self.caches.append(cache)
+        return cache
 
     def _free_block(self, block: int) -> None:
         self.pools.fill_block(block, self.poison)

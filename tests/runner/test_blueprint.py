@@ -49,7 +49,12 @@ def test_inspect_tells_the_plan_and_reads_no_weight(tmp_path: Path, monkeypatch:
     assert re.search(r"4 layers \(3 gated delta net, 1 attention\), 4 with 8 experts, 3 used", text)
     assert re.search(r"float32 with float32 states on cpu, context of 1,024 tokens", text)
     assert re.search(r"KV blocks +48 x 32 KiB +1.5 MiB +3,072 tokens: 3 requests of 1,024 tokens", text)
-    assert re.search(r"state slots +3 x ", text)
+    # A slot for each request and, at most, one to keep after each block.
+    assert re.search(r"state slots +51 x .* 3 requests of any length and 48 snapshots", text)
+    assert "prefixes from 64 tokens are reused; 48 snapshots fit beside 3 requests, 51 when none runs" in text
+    without = inspect(config_for(folder, max_num_seqs=3, num_blocks=48, prefix_cache="off"))
+    assert re.search(r"state slots +3 x ", without)
+    assert "prefix cache off" in without
     assert "5,065,072 parameters" in inspect(EngineConfig())
     with pytest.raises(AssertionError, match="reads a weight"):
         load_model(folder, Blueprint.draw(config_for(folder)).model, torch.float32, torch.device("cpu"), progress=False)

@@ -23,7 +23,7 @@ fifth verb that says a step has ended. Leases, placements and the index stay as 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -70,9 +70,10 @@ class Lease:
     """Tokens the request came with."""
     shared: int = NO_SLOT
     """A slot of the index that the next step reads; held until that step is committed."""
-    spare: int = NO_SLOT
-    """A slot that gets the state at `spare_boundary`, inside the row in flight, for the index."""
-    spare_boundary: int = 0
+    num_matched: int = 0
+    """Tokens of the longest prefix whose blocks were found at admission, resumable or not."""
+    spares: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, boundary): slots that get the state at a boundary inside the row in flight, for the index."""
     num_placed: int = 0
     """Tokens of the row in flight; 0 when there is none."""
     first_kept: int = 0
@@ -109,6 +110,7 @@ class CacheManager:
         self.block_size, self.max_keep = block_size, max_keep
         self._blocks, self._slots = IdPool(num_blocks, on_free_block), IdPool(num_slots, on_free_slot)
         self._index = index(self._blocks, self._slots, block_size)
+        self._num_kept = self._num_dropped = 0
 
     # ---- the four verbs --------------------------------------------------------------------------------------------
 
@@ -129,6 +131,7 @@ class CacheManager:
         chain = self._index.match(token_ids, salt) if reuse else Chain(salt)
         blocks = chain.blocks
         lease = Lease(chain, blocks, [], chain.slot, len(blocks) * self.block_size, len(token_ids), chain.slot)
+        lease.num_matched = chain.num_matched * self.block_size
         for block in blocks:
             self._blocks.share(block)
         if lease.shared != NO_SLOT:
@@ -153,13 +156,15 @@ class CacheManager:
         lease.blocks += new
         lease.num_placed, lease.first_kept = n, n - keep
         write_slots = [NO_SLOT] * (n - keep) + lease.own[:keep]
-        inside = self._boundary_inside(lease, lease.num_done + n) - lease.num_done - 1
-        if 0 <= inside < lease.first_kept:
-            boundary = lease.num_done + inside + 1
-            spare = self._take_slots(1) if self._index.wants_state(lease.chain, boundary, lease.known) else None
-            if spare is not None:
-                lease.spare, lease.spare_boundary = spare[0], boundary
-                write_slots[inside] = lease.spare
+        for boundary in self._boundaries_inside(lease, lease.num_done + n):
+            inside = boundary - lease.num_done - 1
+            if 0 <= inside < lease.first_kept and self._index.wants_state(lease.chain, boundary, lease.known):
+                spare = self._take_slots(1)
+                if spare is None:
+                    self._num_dropped += 1
+                    continue
+                lease.spares.append((spare[0], boundary))
+                write_slots[inside] = spare[0]
         return Placement(tuple(new), lease.read, tuple(write_slots))
 
     def commit(self, lease: Lease, kept: int, token_ids: Sequence[int]) -> None:
@@ -173,7 +178,7 @@ class CacheManager:
         lease.read = lease.own[kept - 1 - lease.first_kept]
         lease.num_placed = 0
         self._index.publish(lease.chain, token_ids, lease.blocks, lease.num_done)
-        self._give_spare(lease)
+        self._give_spares(lease)
         boundary = lease.num_done // self.block_size * self.block_size
         if boundary - 1 >= start + lease.first_kept and self._index.wants_state(lease.chain, boundary, lease.known):
             self._give_own(lease, boundary - 1 - start - lease.first_kept, boundary)
@@ -186,7 +191,7 @@ class CacheManager:
         if withdraw:
             self._index.withdraw(lease.chain)
         self._drop_shared(lease)
-        self._drop_spare(lease)
+        self._drop_spares(lease)
         for block in lease.blocks:
             self._blocks.drop(block)
         for slot in lease.own:
@@ -194,6 +199,11 @@ class CacheManager:
         lease.blocks, lease.own, lease.read, lease.num_placed = [], [], NO_SLOT, 0
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a prefix computed once can be resumed by another request."""
+        return self._index.keeps
 
     @property
     def max_tokens(self) -> int:
@@ -212,6 +222,9 @@ class CacheManager:
             slots_used=self._slots.num_used,
             slots_cached=self._slots.num_idle,
             slots_total=self._slots.size,
+            snapshots_kept=self._num_kept,
+            snapshots_evicted=self._num_kept - self._index.num_states,
+            snapshots_dropped=self._num_dropped,
         )
 
     def check(self, leases: Iterable[Lease]) -> None:
@@ -227,7 +240,7 @@ class CacheManager:
             assert lease.read in (NO_SLOT, lease.shared, *lease.own), f"a lease reads slot {lease.read}, not its own"
             assert (lease.read == NO_SLOT) == (lease.num_done == 0), "a lease has a state without tokens, or none with"
             blocks += lease.blocks
-            written += [*lease.own, *([lease.spare] if lease.spare != NO_SLOT else [])]
+            written += [*lease.own, *(slot for slot, _ in lease.spares)]
             slots += [lease.shared] if lease.shared != NO_SLOT else []
         slots += written
         cached_blocks, cached_slots = self._index.check()
@@ -238,14 +251,16 @@ class CacheManager:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _boundary_inside(self, lease: Lease, end: int) -> int:
-        """The last block boundary of a row that ends at `end`, unless `commit` can offer that one from the lease's own.
+    def _boundaries_inside(self, lease: Lease, end: int) -> set[int]:
+        """Block boundaries of a row that ends at `end` at which a state is worth a slot of its own.
 
-        Where a prompt ends on a boundary it is the one before: whoever sends the same prompt again resumes there, as
-        one token must be left to compute.
+        The last one, unless `commit` can offer it from the lease's own. Where a prompt ends on a boundary it is the one
+        before: whoever sends the same prompt again resumes there, as one token must be left to compute. And the one
+        where the hit of this very lease was lost because no state was kept: the next one to come finds it.
         """
         boundary = end // self.block_size * self.block_size
-        return boundary - self.block_size if boundary == end == lease.known else boundary
+        last = boundary - self.block_size if boundary == end == lease.known else boundary
+        return {last, min(lease.num_matched, last)}
 
     def _take_over(self, lease: Lease) -> list[int]:
         """The lease's own slots, where its hit keeps one too many from being free: the snapshot becomes one of them.
@@ -265,26 +280,28 @@ class CacheManager:
         """Hand own[i] to the index and take a fresh slot in its place. No bytes move."""
         fresh = self._take_slots(1)
         if fresh is None:
+            self._num_dropped += 1
             return
         slot = lease.own[i]
         if not self._index.snapshot(lease.chain, boundary, slot):
             self._slots.drop(fresh[0])
             return
+        self._num_kept += 1
         lease.own[i] = fresh[0]
         if lease.read == slot:
             lease.shared = slot
         else:
             self._slots.drop(slot)
 
-    def _give_spare(self, lease: Lease) -> None:
-        if lease.spare != NO_SLOT:
-            self._index.snapshot(lease.chain, lease.spare_boundary, lease.spare)
-        self._drop_spare(lease)
+    def _give_spares(self, lease: Lease) -> None:
+        for slot, boundary in lease.spares:
+            self._num_kept += self._index.snapshot(lease.chain, boundary, slot)
+        self._drop_spares(lease)
 
-    def _drop_spare(self, lease: Lease) -> None:
-        if lease.spare != NO_SLOT:
-            self._slots.drop(lease.spare)
-            lease.spare = NO_SLOT
+    def _drop_spares(self, lease: Lease) -> None:
+        for slot, _ in lease.spares:
+            self._slots.drop(slot)
+        lease.spares = []
 
     def _drop_shared(self, lease: Lease) -> None:
         if lease.shared != NO_SLOT:

@@ -52,6 +52,8 @@ class Chain:
 
     salt: bytes = b""
     entries: list[Entry] = field(default_factory=list)
+    num_matched: int = 0
+    """Blocks that were found at the match; those beyond `entries` then had no state at their end to resume from."""
 
     @property
     def blocks(self) -> list[int]:
@@ -65,6 +67,13 @@ class Chain:
 
 class Index(Protocol):
     """What the cache manager asks of an index."""
+
+    keeps: bool
+    """Whether anything can be published here."""
+
+    @property
+    def num_states(self) -> int:
+        """Snapshots held now."""
 
     def match(self, token_ids: Sequence[int], salt: bytes) -> Chain:
         """The longest resumable prefix that leaves a token to compute. Takes no reference to its ids."""
@@ -100,6 +109,9 @@ IndexFactory = Callable[[IdPool, IdPool, int], Index]
 
 class NoPrefixIndex:
     """Keeps nothing: every request computes its whole prompt."""
+
+    keeps = False
+    num_states = 0
 
     def __init__(self, blocks: IdPool, slots: IdPool, block_size: int) -> None: ...
 
@@ -140,6 +152,8 @@ class PrefixIndex:
     go by last use alone, wherever they are: a prefix without one stays a way to the states behind it.
     """
 
+    keeps = True
+
     def __init__(
         self, blocks: IdPool, slots: IdPool, block_size: int, *, salt: bytes, policy: SnapshotPolicy = every_boundary
     ) -> None:
@@ -152,6 +166,10 @@ class PrefixIndex:
         self._leaves: list[tuple[bool, int, bytes]] = []
         self._clock = 0
 
+    @property
+    def num_states(self) -> int:
+        return len(self._states)
+
     def match(self, token_ids: Sequence[int], salt: bytes) -> Chain:
         chain = Chain(salt)
         for j in range((len(token_ids) - 1) // self._block_size):
@@ -159,6 +177,7 @@ class PrefixIndex:
             if entry is None:
                 break
             chain.entries.append(entry)
+        chain.num_matched = len(chain.entries)
         while chain.entries and chain.slot == NO_SLOT:
             chain.entries.pop()
         for entry in chain.entries:

@@ -109,6 +109,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     arrival: float
     """time.time() at the API, seconds."""
+    cache_salt: str | None = None
+    """Requests share the memory of equal prefixes only with those of the same salt."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -18,6 +18,12 @@ class CacheUsage(msgspec.Struct, frozen=True, kw_only=True):
     slots_cached: int
     """State slots that only the prefix index keeps."""
     slots_total: int
+    snapshots_kept: int = 0
+    """Counter: states that the prefix index took."""
+    snapshots_evicted: int = 0
+    """Counter: those of them that it had to give up again."""
+    snapshots_dropped: int = 0
+    """Counter: states that it wanted while no slot could be had."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +41,11 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Counter: tokens computed in prefill rows, those after a preemption included."""
     cached_tokens: int
     """Counter: prompt tokens that a prefix hit saved, once per request."""
+    wanted_tokens: int = 0
+    """Counter: prompt tokens in whole blocks that a hit could have saved, once per request."""
+    lost_tokens: dict[str, int] = {}
+    """Counter by reason, in tokens wanted and not saved: "not stored", "no state" there to resume from, "logprobs" of
+    the prompt are asked for."""
     generated_tokens: int
     """Counter: tokens handed out; refused drafts and tokens behind a stop do not count."""
     draft_tokens: int

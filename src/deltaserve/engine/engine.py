@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from deltaserve.cache.manager import CacheManager
+from deltaserve.cache.prefix import IndexFactory, NoPrefixIndex, PrefixIndex
 from deltaserve.config import EngineConfig
 from deltaserve.core.request import Output, Request
 from deltaserve.core.stats import Stats
@@ -51,8 +54,12 @@ class Engine:
         self.tokenizer_path: Path = blueprint.path
         self.generation_defaults = GenerationDefaults.load(blueprint.path)
         self.workers = Workers(config, blueprint, fill)
+        # The salt is this engine's own and secret: nobody can craft a prompt that shares another's memory.
+        index: IndexFactory = (
+            partial(PrefixIndex, salt=secrets.token_bytes(32)) if config.prefix_cache == "on" else NoPrefixIndex
+        )
         self.scheduler = Scheduler(
-            make_cache(*memory.pool_sizes, memory.max_keep),
+            make_cache(*memory.pool_sizes, memory.max_keep, index),
             max_num_seqs=memory.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=memory.max_model_len,

@@ -33,6 +33,14 @@ COUNTERS: list[tuple[str, str, Callable[[Stats], float]]] = [
     ("steps", "Steps of the engine.", lambda s: s.steps),
     ("prefilled_tokens", "Tokens computed in prefill, again after a preemption.", lambda s: s.prefilled_tokens),
     ("cached_prompt_tokens", "Prompt tokens that a reused prefix saved.", lambda s: s.cached_tokens),
+    (
+        "wanted_prompt_tokens",
+        "Prompt tokens in whole blocks, which a reused prefix could save.",
+        lambda s: s.wanted_tokens,
+    ),
+    ("snapshots_kept", "States that the prefix cache took.", lambda s: s.cache.snapshots_kept),
+    ("snapshots_evicted", "Kept states that it had to give up again.", lambda s: s.cache.snapshots_evicted),
+    ("snapshots_dropped", "States that it wanted while no slot could be had.", lambda s: s.cache.snapshots_dropped),
     ("generated_tokens", "Tokens handed out.", lambda s: s.generated_tokens),
     ("draft_tokens", "Drafts that were verified.", lambda s: s.draft_tokens),
     ("accepted_tokens", "Drafts that were right.", lambda s: s.accepted_tokens),
@@ -41,6 +49,7 @@ COUNTERS: list[tuple[str, str, Callable[[Stats], float]]] = [
 LABELLED: list[tuple[str, str, Callable[[Stats], dict[str, int]]]] = [
     ("requests_finished", "Requests that came to their end, by finish reason.", lambda s: s.finished),
     ("requests_aborted", "Requests that were ended early, by reason.", lambda s: s.aborts),
+    ("lost_prompt_tokens", "Prompt tokens wanted and not saved, by reason.", lambda s: s.lost_tokens),
 ]
 
 

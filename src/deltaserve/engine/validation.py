@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 from deltaserve.core.request import Request
 
+MAX_SALT_CHARS = 1024
+
 
 def validate(request: Request, vocab_size: int, max_model_len: int) -> None:
     """Raises ValueError naming the value, the limit and the way out."""
@@ -16,6 +18,8 @@ def validate(request: Request, vocab_size: int, max_model_len: int) -> None:
     params.validate()
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
+    if request.cache_salt is not None and len(request.cache_salt) > MAX_SALT_CHARS:
+        raise ValueError(f"cache_salt has {len(request.cache_salt)} characters; at most {MAX_SALT_CHARS} are allowed")
     _check_ids("the prompt", prompt, vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_ids("logit_bias", params.logit_bias, vocab_size)

@@ -13,8 +13,9 @@ import torch
 from deltaserve.config import EngineConfig
 from deltaserve.model_config import ModelConfig, load_config_json
 from deltaserve.models.load import empty_model, plan_loading, resolve
+from deltaserve.ops.layout import BLOCK
 from deltaserve.runner.device import choose_device, choose_dtype, free_memory, state_dtype
-from deltaserve.runner.memory import MemoryPlan, footprint, solve, weight_bytes
+from deltaserve.runner.memory import SNAPSHOT_SHARE, MemoryPlan, footprint, solve, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Blueprint:
     state_dtype: torch.dtype
     num_parameters: int
     memory: MemoryPlan
+    keeps_prefixes: bool
 
     @classmethod
     def draw(cls, config: EngineConfig) -> Blueprint:
@@ -40,9 +42,12 @@ class Blueprint:
         state = state_dtype(config.state_dtype)
         outline = empty_model(model, dtype)
         sizes = footprint(model, dtype, state, weight_bytes(outline))
-        memory = solve(config, model.max_position, sizes, device.type, free_memory(device))
+        keeps_prefixes = config.prefix_cache == "on"
+        share = SNAPSHOT_SHARE if keeps_prefixes else 0.0
+        free = free_memory(device)
+        memory = solve(config, model.max_position, sizes, device.type, free, snapshot_share=share)
         num_parameters = sum(parameter.numel() for parameter in outline.parameters())
-        return cls(path, model, device, dtype, state, num_parameters, memory)
+        return cls(path, model, device, dtype, state, num_parameters, memory, keeps_prefixes)
 
     def lines(self) -> list[str]:
         """For people, one line each: the model, then the memory plan."""
@@ -57,7 +62,17 @@ class Blueprint:
             f"  {self.num_parameters:,} parameters, {mixers}, {mlps}",
             f"  {dtypes[0]} with {dtypes[1]} states on {self.device}, context of {model.max_position:,} tokens",
             *self.memory.lines(),
+            self._prefix_line(),
         ]
+
+    def _prefix_line(self) -> str:
+        if not self.keeps_prefixes:
+            return "prefix cache off"
+        memory = self.memory
+        return (
+            f"prefix cache on: prefixes from {BLOCK} tokens are reused; {memory.num_snapshots:,} snapshots fit beside "
+            f"{memory.max_num_seqs:,} requests, {memory.num_slots:,} when none runs"
+        )
 
 
 def inspect(config: EngineConfig) -> str:

@@ -20,6 +20,9 @@ CPU_CACHE_BYTES = 4 * GIB
 GPU_CACHE_SHARE = 0.9
 """Of what the weights leave; the rest is for activations."""
 
+SNAPSHOT_SHARE = 0.25
+"""Of what the requests' own slots and a block for each leave: for the states that the prefix cache keeps."""
+
 _DEFAULT_NUM_SEQS = EngineConfig().max_num_seqs
 
 
@@ -73,6 +76,11 @@ class MemoryPlan:
         return self.num_blocks, self.num_slots
 
     @property
+    def num_snapshots(self) -> int:
+        """States that can be kept while as many requests run as may."""
+        return self.num_slots - self.max_num_seqs * self.max_keep
+
+    @property
     def cache_bytes(self) -> int:
         return self.num_blocks * self.sizes.block + self.num_slots * self.sizes.slot
 
@@ -92,7 +100,9 @@ class MemoryPlan:
                 "state slots",
                 f"{self.num_slots:,} x {size(sizes.slot)}",
                 size(self.num_slots * sizes.slot),
-                f"{self.num_slots // self.max_keep:,} requests of any length",
+                f"{self.num_slots // self.max_keep:,} requests of any length"
+                if self.num_snapshots < self.max_keep
+                else f"{self.max_num_seqs:,} requests of any length and {self.num_snapshots:,} snapshots",
             ),
             ("together", "", size(sizes.weights + self.cache_bytes), f"of {size(self.free)} free on the {self.device}"),
         ]
@@ -116,9 +126,15 @@ def size(count: int) -> str:
 
 
 def solve(
-    config: EngineConfig, max_position: int, sizes: Footprint, device: str, free: int, max_keep: int = 1
+    config: EngineConfig,
+    max_position: int,
+    sizes: Footprint,
+    device: str,
+    free: int,
+    max_keep: int = 1,
+    snapshot_share: float = 0.0,
 ) -> MemoryPlan:
-    """Fit the pools into what the weights leave.
+    """Fit the pools into what the weights leave; `snapshot_share` of what is left open goes to further slots.
 
     What the user left open is made smaller until it fits (a note tells); `max_num_seqs` at its default counts as left
     open. What the user chose is kept or refused.
@@ -143,7 +159,10 @@ def solve(
         num_seqs = min(num_seqs, chosen.num_blocks or num_seqs)
         left -= (num_seqs - 1) * unit
         blocks += num_seqs - 1
-    num_slots = chosen.num_slots or num_seqs * max_keep
+    snapshots = 0 if chosen.num_slots else int(left * snapshot_share) // max(1, sizes.slot)
+    snapshots = min(snapshots, chosen.num_blocks or num_seqs * longest)  # one after each block is all there can be
+    left -= snapshots * sizes.slot
+    num_slots = chosen.num_slots or num_seqs * max_keep + snapshots
     num_blocks = chosen.num_blocks or min(num_seqs * longest, blocks + left // max(1, sizes.block))
     max_model_len = chosen.model_len or min(max_position, num_blocks * BLOCK)
 

@@ -50,12 +50,14 @@ class _Counters:
     steps: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
+    wanted_tokens: int = 0
     generated_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     aborts: dict[str, int] = field(default_factory=dict)
+    lost_tokens: dict[str, int] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -202,6 +204,8 @@ class Scheduler:
             steps=counters.steps,
             prefilled_tokens=counters.prefilled_tokens,
             cached_tokens=counters.cached_tokens,
+            wanted_tokens=counters.wanted_tokens,
+            lost_tokens=dict(counters.lost_tokens),
             generated_tokens=counters.generated_tokens,
             draft_tokens=counters.draft_tokens,
             accepted_tokens=counters.accepted_tokens,
@@ -236,7 +240,7 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[Sequence]:
         """Seat those waiting requests that this step has tokens and the cache has room for."""
-        candidates = self._lines.candidates
+        candidates = self._without_followers(self._lines.candidates)
         if not candidates:
             return []
         prompts = sorted([*self._lines.prefilling, *candidates], key=lambda s: s.order)
@@ -247,15 +251,44 @@ class Scheduler:
             if sequence.lease is not None or share == 0:
                 continue
             reuse = not sequence.needs_whole_prompt
-            lease = self._cache.admit(sequence.token_ids, reuse=reuse, spare_blocks=owed)
+            lease = self._cache.admit(sequence.token_ids, reuse=reuse, salt=sequence.salt, spare_blocks=owed)
             if lease is None:
                 break
             if sequence.num_cached is None:
-                self._counters.cached_tokens += lease.num_done
+                self._count_hit(sequence, lease)
             self._lines.sit(sequence, lease)
             seated.append(sequence)
             owed += self._blocks_owed(sequence)
         return seated
+
+    def _without_followers(self, candidates: list[Sequence]) -> list[Sequence]:
+        """Those who need not wait for another: a prompt that is being computed is computed once for all who share it.
+
+        A leader moves in every step, so nobody waits for long; if its state cannot be kept, they compute for
+        themselves.
+        """
+        if not self._cache.keeps:
+            return candidates
+        leaders, free = [s for s in self._lines.prefilling if not s.needs_whole_prompt], []
+        for sequence in candidates:
+            if not any(sequence.follows(leader, self._cache.block_size) for leader in leaders):
+                free.append(sequence)
+                leaders.append(sequence)
+        return free
+
+    def _count_hit(self, sequence: Sequence, lease: Lease) -> None:
+        """What a first admission got from the index, and what it did not."""
+        size, counters = self._cache.block_size, self._counters
+        wanted = (len(sequence.token_ids) - 1) // size * size if self._cache.keeps else 0
+        counters.wanted_tokens += wanted
+        counters.cached_tokens += lease.num_done
+        reasons = {"logprobs": wanted}
+        if not sequence.needs_whole_prompt:
+            stored = max(lease.num_matched, lease.num_done)
+            reasons = {"not stored": wanted - stored, "no state": stored - lease.num_done}
+        for reason, lost in reasons.items():
+            if lost:
+                counters.lost_tokens[reason] = counters.lost_tokens.get(reason, 0) + lost
 
     def _blocks_owed(self, sequence: Sequence) -> int:
         """Blocks that a running request needs for the tokens it has, and one more to grow into."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
@@ -40,6 +41,8 @@ class Sequence:
     num_prompt: int
     max_len: int
     """Prompt and output together never get longer."""
+    salt: bytes = b""
+    """Requests share prefixes only with those of the same salt."""
     lease: Lease | None = None
     seat: int = NO_SEAT
     prompt_end: int = 0
@@ -64,6 +67,7 @@ class Sequence:
             token_ids=list(request.prompt_token_ids),
             num_prompt=num_prompt,
             max_len=max_len if params.max_tokens is None else min(max_len, num_prompt + params.max_tokens),
+            salt=_salt(request.cache_salt),
             _stop_ids=frozenset(stop_ids),
         )
 
@@ -85,6 +89,20 @@ class Sequence:
     def needs_whole_prompt(self) -> bool:
         """Logprobs of the prompt are owed: they cost every prompt token, cached or not."""
         return self.params.prompt_logprobs is not None and not self.has_spoken
+
+    def follows(self, leader: Sequence, block_size: int) -> bool:
+        """Whether the prompt that `leader` computes will leave a state that this sequence can resume from.
+
+        It is kept after the leader's last whole block that leaves a token to compute.
+        """
+        length = (len(leader.token_ids) - 1) // block_size * block_size
+        return (
+            0 < length < len(self.token_ids)
+            and self.salt == leader.salt
+            and not self.needs_whole_prompt
+            and self.token_ids[:block_size] == leader.token_ids[:block_size]
+            and self.token_ids[:length] == leader.token_ids[:length]
+        )
 
     @property
     def wants_output(self) -> bool:
@@ -167,3 +185,8 @@ class Sequence:
             output.finish_reason, output.stop_token_id = ending.reason, ending.stop_token_id
             output.error = result.error if ending.reason == "error" else None
         return output
+
+
+def _salt(words: str | None) -> bytes:
+    """Of one length, so that it never looks like the start of a prompt."""
+    return b"" if words is None else hashlib.blake2b(words.encode(), digest_size=16).digest()
