@@ -345,6 +345,20 @@ def test_counters() -> None:
     assert rig.cached == {"r0": 0, "r1": 16}
 
 
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
+    """A request that resumes from what it computed itself, before it was sent back, has saved nothing."""
+    rig = Rig(index=prefix_index(), max_num_batched_tokens=16)
+    name = rig.add(numbers(40))
+    rig.step()
+    assert rig.preempt(name)
+    plan = rig.plan()
+    assert plan is not None
+    assert plan.rows[0].start == 16
+    rig.commit(plan, rig.compute(plan))
+    rig.finish()
+    assert (rig.cached[name], rig.scheduler.stats().cached_tokens) == (0, 0)
+
+
 def test_a_stop_string_is_no_abort() -> None:
     rig = Rig()
     rig.abort(rig.add(numbers(3)), "stop")
