@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -58,17 +58,24 @@ def prompts_of(count: int, longest: int) -> list[list[int]]:
 Prompts = list[list[int]]
 
 
-def rate(answer: Callable[[Prompts], int], prompts: Prompts, repeat: int) -> tuple[float, list[float]]:
-    """Output tokens a second of `answer`, which returns their number: the median of `repeat` runs, and all of them.
+Answer = Callable[[Prompts], int]
+"""Answers prompts, and returns how many tokens that took."""
 
-    A run before them warms up.
+
+def rates(answers: Sequence[Answer], prompts: Prompts, repeat: int) -> list[list[float]]:
+    """Output tokens a second of each of `answers` in `repeat` runs, after one that warms up.
+
+    They take turns, so that what else happens on the machine falls on all of them.
     """
-    answer(prompts)
-    rates = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        rates.append(answer(prompts) / (time.perf_counter() - start))
-    return statistics.median(rates), rates
+    runs: list[list[float]] = [[] for _ in answers]
+    for number in range(1 + repeat):
+        for answer, its_runs in zip(answers, runs, strict=True):
+            start = time.perf_counter()
+            its_runs.append(answer(prompts) / (time.perf_counter() - start))
+        if number == 0:
+            for its_runs in runs:
+                its_runs.clear()
+    return runs
 
 
 def measure_offline(threads: int, dtype: str, num_tokens: int, repeat: int) -> list[dict[str, Any]]:
@@ -86,8 +93,8 @@ def measure_offline(threads: int, dtype: str, num_tokens: int, repeat: int) -> l
 
     records = []
     for name, prompts in (("one request", prompts_of(1, 128)), ("16 requests", prompts_of(NUM_REQUESTS, 512))):
-        our_rate, our_runs = rate(ours, prompts, repeat)
-        peer_rate, peer_runs = rate(theirs, prompts, repeat)
+        our_runs, peer_runs = rates([ours, theirs], prompts, repeat)
+        our_rate, peer_rate = statistics.median(our_runs), statistics.median(peer_runs)
         records.append(
             {
                 "name": name,
@@ -116,7 +123,8 @@ def measure_server(threads: int, dtype: str, num_tokens: int, repeat: int, offli
             first.extend(stream.first for stream in streams)
             return sum(stream.num_tokens for stream in streams)
 
-        served, runs = rate(answer, prompts_of(NUM_REQUESTS, 512), repeat)
+        (runs,) = rates([answer], prompts_of(NUM_REQUESTS, 512), repeat)
+    served = statistics.median(runs)
     return [
         {
             "name": "server / offline",
