@@ -205,6 +205,24 @@ def test_every_token_of_a_row_can_be_kept(num_step: int) -> None:
     close(pool.tensor[write[1]], recurrence(x.tokens(slice(length, None)), start)[1], 1e-12)
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("slots", [[2, 3, 4], [4, 3, 2], [2, 4, 5], [2]])
+def test_decode_in_place_in_neighbouring_and_other_slots(slots: list[int], state_dtype: torch.dtype) -> None:
+    tolerance = 1e-12 if state_dtype == torch.float64 else 1e-6
+    x, rows = random_inputs(5 * len(slots)), len(slots)
+    pool = torch.randn(7, *zero_state(x).shape).to(state_dtype)
+    before = pool.clone()
+    expected = [recurrence(x.tokens(torch.arange(row, 5 * rows, rows)), pool[slots[row]]) for row in range(rows)]
+    for t in range(5):
+        layout = Layout.from_rows([1] * rows, num_step=rows, read_slots=slots, write_slots=[[slot] for slot in slots])
+        output = x.tokens(slice(t * rows, (t + 1) * rows)).run(pool, layout)
+        for row, (outputs, states) in enumerate(expected):
+            close(output[row], outputs[t], tolerance)
+            close(pool[slots[row]], states[t], tolerance)
+    others = [slot for slot in range(7) if slot not in slots]
+    assert torch.equal(pool[others], before[others])
+
+
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("num_step", [0, 4])
 def test_padding_rows_touch_nothing(num_step: int, poison: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltaserve.ops.layout import BLOCK, Layout, Segment, read_slots, slot_index
+from deltaserve.ops.layout import BLOCK, Layout, Segment, kept_by_place, read_slots, slot_index
 
 
 def test_from_rows_counts_tokens_rows_and_blocks() -> None:
@@ -72,6 +72,7 @@ def test_reading_slots_replaces_what_is_fresh_and_leaves_the_pool() -> None:
     index = layout.once(slot_index, layout.segments[0])
     assert index.kept_token.tolist() == [1, 3]
     assert index.kept_slot.tolist() == [5, 7]
+    assert index.in_place is None
     pool = torch.tensor([[torch.nan, torch.nan], [1.0, 2.0]])
     pool[0] = torch.nan
     state = read_slots(pool, index)
@@ -79,3 +80,34 @@ def test_reading_slots_replaces_what_is_fresh_and_leaves_the_pool() -> None:
     assert state[2].isnan().all()
     state[0] = 9
     assert pool[1].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "in_place"),
+    [
+        ([3], [3], slice(3, 4)),
+        ([3, 4, 5], [3, 4, 5], slice(3, 6)),
+        ([3, 5, 4], [3, 5, 4], None),
+        ([3, 4], [3, 5], None),
+        ([3, 4], [3, -1], None),
+        ([-1, 0], [-1, 0], None),
+        ([-1], [0], None),
+    ],
+)
+def test_slots_are_in_place_only_where_nothing_moves(read: list[int], write: list[int], in_place: slice | None) -> None:
+    for num_step in (len(read), 0):
+        layout = Layout.from_rows(
+            [1] * len(read), num_step=num_step, read_slots=read, write_slots=[[slot] for slot in write]
+        )
+        assert slot_index(layout, layout.segments[0]).in_place == (in_place if num_step else None)
+
+
+def test_what_to_keep_of_each_place() -> None:
+    layout = Layout.from_rows([3, 3], num_step=2, write_slots=[[1, -1, 2], [4, -1, -1]])
+    first, second, third = kept_by_place(layout, layout.segments[0])
+    assert first.row is None
+    assert first.slot.tolist() == [1, 4]
+    assert second.row is not None
+    assert second.row.tolist() == second.slot.tolist() == []
+    assert third.row is not None
+    assert (third.row.tolist(), third.slot.tolist()) == ([0], [2])

@@ -122,9 +122,9 @@ def test_every_dtype(dtype: torch.dtype, form: Experts) -> None:
     close(output, expected, 4 * float(torch.finfo(dtype).eps) * max(1.0, float(expected.abs().max())))
 
 
-def test_few_tokens_take_all_experts_and_many_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_token_gathers_few_take_all_experts_and_many_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
-    for name in ("all_experts", "grouped_experts"):
+    for name in ("gathered_experts", "all_experts", "grouped_experts"):
         monkeypatch.setattr(reference, name, lambda *_, name=name: taken.append(name))
     for tokens, num_experts, top_k, width, inner in (
         (1, 16, 4, 192, 32),
@@ -135,7 +135,7 @@ def test_few_tokens_take_all_experts_and_many_are_grouped(monkeypatch: pytest.Mo
         w13, w2 = torch.empty(num_experts, 0, width), torch.empty(num_experts, width, 1).expand(-1, -1, inner)
         ids = torch.zeros(tokens, top_k, dtype=torch.int64)
         reference.experts(torch.zeros(tokens, width), w13, w2, ids.float(), ids)
-    assert taken == ["all_experts", "all_experts", "grouped_experts", "grouped_experts"]
+    assert taken == ["gathered_experts", "all_experts", "grouped_experts", "grouped_experts"]
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -35,6 +35,12 @@ class Segment:
     cu_seqlens: Tensor
     """int32 [rows + 1]: first token of each row, counted from `token_start`."""
 
+    def cut(self, x: Tensor) -> Tensor:
+        """The segment's tokens of `x` [T, ...]."""
+        if self.token_start == 0 and self.token_end == len(x):
+            return x
+        return x[self.token_start : self.token_end]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -55,6 +61,8 @@ class Layout:
     block_table: Tensor
     kv_index: Tensor
     context_len: Tensor
+    first_key: int = 0
+    """Attention sees no key before this position: 1 for a layer that has none for a sequence's first token."""
 
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What `once` has derived so far; dies with the layout."""
@@ -141,24 +149,60 @@ def _segments(lengths: Sequence[int], num_step: int, device: torch.device | str)
 
 @dataclass(frozen=True)
 class SlotIndex:
-    """The slots of one segment as index tensors. Made by `slot_index`, through `Layout.once`."""
+    """The slots of one segment, for ops in torch. Made by `slot_index`, through `Layout.once`."""
 
     read: Tensor
     """int64 [rows]: what to gather; a row that starts from the zero state has a valid id here all the same."""
     fresh: Tensor | None
-    """bool [rows]: rows that start from the zero state; None if no row does."""
+    """int64: rows that start from the zero state; None if no row does."""
     kept_token: Tensor
     """int64 [kept]: tokens, counted from the segment's first, after which the state is kept."""
     kept_slot: Tensor
     """int64 [kept]: where."""
+    in_place: slice | None
+    """Set if the rows have one token, are all kept where they were read, and these slots are neighbours in order."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The states to keep of one place in the rows of a step segment."""
+
+    row: Tensor | None
+    """int64; None if it is all rows, in order."""
+    slot: Tensor
+    """int64"""
 
 
 def slot_index(layout: Layout, segment: Segment) -> SlotIndex:
     read = layout.read_slot[segment.row_start : segment.row_end]
-    write = layout.write_slot[segment.token_start : segment.token_end]
-    fresh = read < 0
-    kept_token = (write >= 0).nonzero().squeeze(1)
-    return SlotIndex(read.clamp(min=0), fresh if bool(fresh.any()) else None, kept_token, write[kept_token])
+    write = segment.cut(layout.write_slot)
+    reads, writes = read.tolist(), write.tolist()
+    fresh = [row for row, slot in enumerate(reads) if slot < 0]
+    kept = [token for token, slot in enumerate(writes) if slot >= 0]
+    in_place = slice(reads[0], reads[0] + len(reads))
+    is_in_place = reads == writes == list(range(in_place.start, in_place.stop)) and reads[0] >= 0
+    kept_token = torch.tensor(kept, dtype=torch.int64, device=read.device)
+    return SlotIndex(
+        read=read.clamp(min=0) if fresh else read,
+        fresh=torch.tensor(fresh, device=read.device) if fresh else None,
+        kept_token=kept_token,
+        kept_slot=write if len(kept) == len(writes) else write[kept_token],
+        in_place=in_place if segment.is_step and is_in_place else None,
+    )
+
+
+def kept_by_place(layout: Layout, segment: Segment) -> list[Kept]:
+    """For each place in the rows of a step segment, what to keep."""
+    index = layout.once(slot_index, segment)
+    num_rows, length = segment.row_end - segment.row_start, segment.max_len
+    if length == 1 and len(index.kept_token) == num_rows:
+        return [Kept(None, index.kept_slot)]
+    row, place = index.kept_token // length, index.kept_token % length
+    kept = []
+    for i in range(length):
+        here = (place == i).nonzero().squeeze(1)
+        kept.append(Kept(None if len(here) == num_rows else row[here], index.kept_slot[here]))
+    return kept
 
 
 def read_slots(pool: Tensor, index: SlotIndex) -> Tensor:
@@ -167,6 +211,11 @@ def read_slots(pool: Tensor, index: SlotIndex) -> Tensor:
     The zero state is written over what was gathered, never multiplied: a slot may hold NaN.
     """
     state = pool.index_select(0, index.read)
-    if index.fresh is not None:
-        state[index.fresh] = 0
-    return state
+    return state if index.fresh is None else state.index_fill_(0, index.fresh, 0)
+
+
+def keep_slots(pool: Tensor, state: Tensor, kept: Kept) -> None:
+    """Write the states [rows, ...] of one place."""
+    if kept.row is not None:
+        state = state.index_select(0, kept.row)
+    pool.index_copy_(0, kept.slot, state if state.dtype == pool.dtype else state.to(pool.dtype))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from deltaserve.ops.layout import BLOCK, Layout, Segment
+from deltaserve.ops.numeric import cast, wide_dtype
 
 SHORT = 128
 """Contexts up to this many keys count as equally long."""
@@ -44,8 +45,9 @@ class Group:
     """int64 [B * N]: their blocks; any valid id beyond a row's end."""
     num_keys: int
     """The longest context, L."""
-    beyond: Tensor
-    """int64: places of the gathered keys, counted over [B, N * BLOCK], that no row owns."""
+    beyond: Tensor | None
+    """int64: places of the gathered keys, counted over [B, N * BLOCK], that are within L but beyond the row's own
+    context; None if there are none."""
     hidden: Tensor | None
     """float32 [B, Q, L]: -inf where a key comes after the token, else 0; None if all are 0."""
 
@@ -55,7 +57,7 @@ def store(k_TGD: Tensor, v_TGD: Tensor, kv_pool: Tensor, layout: Layout) -> None
     kv = torch.stack([k_TGD, v_TGD])
     if stored.token is not None:
         kv = kv.index_select(1, stored.token)
-    kv_pool.view(2, -1, *k_TGD.shape[1:]).index_copy_(1, stored.kv_index, kv.to(kv_pool.dtype))
+    kv_pool.view(2, -1, *k_TGD.shape[1:]).index_copy_(1, stored.kv_index, cast(kv, kv_pool.dtype))
 
 
 def stored_tokens(layout: Layout) -> Stored:
@@ -67,7 +69,7 @@ def stored_tokens(layout: Layout) -> Stored:
 
 
 def step(q_THD: Tensor, kv_pool: Tensor, layout: Layout, segment: Segment, scale: float) -> Tensor:
-    q_THD = q_THD[segment.token_start : segment.token_end]
+    q_THD = segment.cut(q_THD)
     groups = layout.once(step_groups, segment)
     if len(groups) == 1 and groups[0].token is None:
         return _attend_group(q_THD, kv_pool, groups[0], segment.max_len, scale)
@@ -82,21 +84,23 @@ def step(q_THD: Tensor, kv_pool: Tensor, layout: Layout, segment: Segment, scale
 def _attend_group(q_THD: Tensor, kv_pool: Tensor, group: Group, length: int, scale: float) -> Tensor:
     heads, width = q_THD.shape[1:]
     k_heads = kv_pool.shape[3]
-    wide = torch.promote_types(q_THD.dtype, torch.float32)
+    wide = wide_dtype(q_THD.dtype)
     # The heads of one key head stand where queries stand: they read the same keys.
-    q_BQGPD = q_THD.to(wide).view(-1, length, k_heads, heads // k_heads, width)
+    q_BQGPD = cast(q_THD, wide).view(-1, length, k_heads, heads // k_heads, width)
     rows = len(q_BQGPD)
     q_BGSD = q_BQGPD.permute(0, 2, 3, 1, 4).reshape(rows, k_heads, -1, width)
     hidden_B1SL = None
     if group.hidden is not None:
-        hidden_BPQL = group.hidden[:, None].to(wide).expand(-1, heads // k_heads, -1, -1)
+        hidden_BPQL = cast(group.hidden[:, None], wide).expand(-1, heads // k_heads, -1, -1)
         hidden_B1SL = hidden_BPQL.reshape(rows, 1, -1, group.num_keys)
-    kv = kv_pool.flatten(2).index_select(1, group.block).view(2, -1, k_heads, width)
-    kv = kv.index_fill_(1, group.beyond, 0).view(2, rows, -1, k_heads, width)
-    k_BGLD, v_BGLD = kv[:, :, : group.num_keys].to(wide).transpose(2, 3)
+    kv = kv_pool.index_select(1, group.block)
+    if group.beyond is not None:
+        kv.view(2, -1, k_heads, width).index_fill_(1, group.beyond, 0)
+    kv_2BLGD = kv.view(2, rows, -1, k_heads, width)[:, :, : group.num_keys]
+    k_BGLD, v_BGLD = cast(kv_2BLGD, wide).transpose(2, 3).unbind(0)
     o_BGSD = scaled_dot_product_attention(q_BGSD, k_BGLD, v_BGLD, attn_mask=hidden_B1SL, scale=scale)
     o_BQGPD = o_BGSD.view(rows, k_heads, -1, length, width).permute(0, 3, 1, 2, 4)
-    return o_BQGPD.reshape(-1, heads, width).to(q_THD.dtype)
+    return cast(o_BQGPD.reshape(-1, heads, width), q_THD.dtype)
 
 
 def step_groups(layout: Layout, segment: Segment) -> list[Group]:
@@ -123,32 +127,34 @@ def _group(layout: Layout, segment: Segment, row: Tensor) -> Group:
     num_blocks = -(-num_keys // BLOCK)
     table = layout.block_table[segment.row_start : segment.row_end, :num_blocks].long()[row]
     device = table.device
-    beyond = torch.arange(num_blocks * BLOCK, device=device) >= context[:, None]
+    key = torch.arange(num_blocks * BLOCK, device=device)
+    beyond = (((key >= context[:, None]) | (key < layout.first_key)) & (key < num_keys)).flatten().nonzero().squeeze(1)
     last_seen_BQ = context[:, None] - length + torch.arange(length, device=device)
-    is_hidden_BQL = torch.arange(num_keys, device=device) > last_seen_BQ[..., None]
+    is_hidden_BQL = (key[:num_keys] > last_seen_BQ[..., None]) | (key[:num_keys] < layout.first_key)
     hidden_BQL = torch.zeros(is_hidden_BQL.shape, device=device).masked_fill_(is_hidden_BQL, -torch.inf)
     is_all = len(row) == segment.row_end - segment.row_start
     return Group(
         token=None if is_all else (row[:, None] * length + torch.arange(length, device=device)).flatten(),
         block=table.clamp(min=0).flatten(),
         num_keys=num_keys,
-        beyond=beyond.flatten().nonzero().squeeze(1),
+        beyond=beyond if len(beyond) else None,
         hidden=hidden_BQL if bool(is_hidden_BQL.any()) else None,
     )
 
 
 def chunk(q_THD: Tensor, kv_pool: Tensor, layout: Layout, segment: Segment, scale: float) -> Tensor:
     """Row by row: each gathers its context once and goes through it in tiles of queries."""
-    out_THD = torch.zeros_like(q_THD[segment.token_start : segment.token_end])
+    q_THD = segment.cut(q_THD)
+    out_THD = torch.zeros_like(q_THD)
     bounds = segment.cu_seqlens.tolist()
     contexts = layout.context_len[segment.row_start : segment.row_end].tolist()
     for row, context in enumerate(contexts):
         if context == 0:
             continue
         block = layout.block_table[segment.row_start + row, : -(-context // BLOCK)].long()
-        kv = kv_pool.index_select(1, block).flatten(1, 2)[:, :context]
+        kv = kv_pool.index_select(1, block).flatten(1, 2)[:, layout.first_key : context]
         own = slice(bounds[row], bounds[row + 1])
-        _attend_row(q_THD[segment.token_start :][own], kv, out_THD[own], scale)
+        _attend_row(q_THD[own], kv, out_THD[own], scale)
     return out_THD
 
 
@@ -156,9 +162,9 @@ def _attend_row(q_THD: Tensor, kv_2LGD: Tensor, out_THD: Tensor, scale: float) -
     """`q` are the last tokens of the context `kv`. Writes `out`."""
     tokens, heads, width = q_THD.shape
     context, k_heads = kv_2LGD.shape[1:3]
-    wide = torch.promote_types(q_THD.dtype, torch.float32)
-    q_GPTD = q_THD.to(wide).view(tokens, k_heads, -1, width).permute(1, 2, 0, 3)
-    k_GPLD, v_GPLD = kv_2LGD.to(wide).permute(0, 2, 1, 3)[:, :, None].expand(-1, -1, heads // k_heads, -1, -1)
+    wide = wide_dtype(q_THD.dtype)
+    q_GPTD = cast(q_THD, wide).view(tokens, k_heads, -1, width).permute(1, 2, 0, 3)
+    k_GPLD, v_GPLD = cast(kv_2LGD, wide).permute(0, 2, 1, 3)[:, :, None].expand(-1, -1, heads // k_heads, -1, -1)
     tile = max(1, min(TILE, TILE_SCORES // context))
     for first in range(0, tokens, tile):
         last = min(first + tile, tokens)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deltaserve.ops.layout import Layout, Segment, read_slots, slot_index
+from deltaserve.ops.layout import Kept, Layout, Segment, keep_slots, kept_by_place, read_slots, slot_index
+from deltaserve.ops.numeric import cast, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -29,35 +30,36 @@ class Places:
 
 def step(x_TC: Tensor, weight_CW: Tensor, pool_SWC: Tensor, layout: Layout, segment: Segment) -> Tensor:
     """All rows have `max_len` tokens, N: the extended rows are one rectangle."""
-    taps = weight_CW.shape[1]
-    x_BNC = x_TC[segment.token_start : segment.token_end].view(-1, segment.max_len, x_TC.shape[1])
-    window_BWC = read_slots(pool_SWC, layout.once(slot_index, segment))
-    extended_BPC = torch.cat([window_BWC, x_BNC], dim=1)
-    wide = torch.promote_types(x_TC.dtype, torch.float32)
-    y_BNC = (extended_BPC.to(wide).unfold(1, taps, 1) * weight_CW.to(wide)).sum(-1)
-    _keep(extended_BPC.flatten(0, 1), pool_SWC, layout, segment)
-    return functional.silu(y_BNC).to(x_TC.dtype).flatten(0, 1)
+    (channels, taps), length = weight_CW.shape, segment.max_len
+    wide = wide_dtype(x_TC.dtype)
+    x_BNC = segment.cut(x_TC).view(-1, length, channels)
+    extended_BPC = torch.cat([read_slots(pool_SWC, layout.once(slot_index, segment)), x_BNC], dim=1)
+    weight_WC, wide_BPC = cast(weight_CW, wide).t(), cast(extended_BPC, wide)
+    outputs = []
+    for place, kept in enumerate(layout.once(kept_by_place, segment)):
+        outputs.append((wide_BPC[:, place : place + taps] * weight_WC).sum(1))
+        keep_slots(pool_SWC, extended_BPC[:, place + 1 : place + taps], kept)
+    y_TC = outputs[0] if length == 1 else torch.stack(outputs, dim=1).view(-1, channels)
+    return cast(functional.silu(y_TC), x_TC.dtype)
 
 
 def chunk(x_TC: Tensor, weight_CW: Tensor, pool_SWC: Tensor, layout: Layout, segment: Segment) -> Tensor:
     """Rows of any length: convolved as one, and what straddles two rows is not taken."""
-    taps = weight_CW.shape[1]
-    places = layout.once(extended_places, segment, taps)
-    window_BWC = read_slots(pool_SWC, layout.once(slot_index, segment))
+    taps, wide = weight_CW.shape[1], wide_dtype(x_TC.dtype)
+    places, index = layout.once(extended_places, segment, taps), layout.once(slot_index, segment)
     extended_PC = x_TC.new_empty(len(places.window) + len(places.token), x_TC.shape[1])
-    extended_PC.index_copy_(0, places.window, window_BWC.flatten(0, 1))
-    extended_PC.index_copy_(0, places.token, x_TC[segment.token_start : segment.token_end])
+    extended_PC.index_copy_(0, places.window, read_slots(pool_SWC, index).flatten(0, 1))
+    extended_PC.index_copy_(0, places.token, segment.cut(x_TC))
 
-    wide = torch.promote_types(x_TC.dtype, torch.float32)
-    weight_WC = weight_CW.t().to(wide).contiguous()
-    wide_PC = extended_PC.to(wide)
+    weight_WC, wide_PC = cast(weight_CW, wide).t().contiguous(), cast(extended_PC, wide)
     last = len(wide_PC) - taps + 1
     y_PC = wide_PC[:last] * weight_WC[0]
     for tap in range(1, taps):
         y_PC.addcmul_(wide_PC[tap : tap + last], weight_WC[tap])
     y_TC = y_PC.index_select(0, places.token - (taps - 1))
-    _keep(extended_PC, pool_SWC, layout, segment)
-    return functional.silu(y_TC).to(x_TC.dtype)
+    kept_WC = extended_PC.index_select(0, places.kept).view(-1, *pool_SWC.shape[1:])
+    keep_slots(pool_SWC, kept_WC, Kept(None, index.kept_slot))
+    return cast(functional.silu(y_TC), x_TC.dtype)
 
 
 def extended_places(layout: Layout, segment: Segment, taps: int) -> Places:
@@ -70,9 +72,3 @@ def extended_places(layout: Layout, segment: Segment, taps: int) -> Places:
     kept_token = layout.once(slot_index, segment).kept_token
     kept = token[kept_token, None] + torch.arange(2 - taps, 1, device=device)
     return Places(token, window.flatten(), kept.flatten())
-
-
-def _keep(extended_PC: Tensor, pool_SWC: Tensor, layout: Layout, segment: Segment) -> None:
-    taps = pool_SWC.shape[1] + 1
-    kept_PC = extended_PC.index_select(0, layout.once(extended_places, segment, taps).kept)
-    pool_SWC.index_copy_(0, layout.once(slot_index, segment).kept_slot, kept_PC.view(-1, *pool_SWC.shape[1:]))

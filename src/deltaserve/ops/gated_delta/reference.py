@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deltaserve.ops.layout import Layout, Segment, read_slots, slot_index
+from deltaserve.ops.layout import Kept, Layout, Segment, keep_slots, kept_by_place, read_slots, slot_index
+from deltaserve.ops.numeric import cast, constant, wide_dtype
 
 CHUNK = 64
 """Tokens in one chunk. Fixed, so that a row's rounding does not depend on its neighbours."""
@@ -29,10 +30,8 @@ CHUNK = 64
 class Tokens:
     """A step's inputs, normalised and gated, in the dtype of the computation."""
 
-    q: Tensor
-    """[T, Hk, K]"""
-    k: Tensor
-    """[T, Hk, K]"""
+    qk: Tensor
+    """[2, T, Hk, K]: of length 1; q is still to be scaled by `scale`."""
     v: Tensor
     """[T, Hv, V]"""
     g: Tensor
@@ -42,12 +41,21 @@ class Tokens:
     dtype: torch.dtype
     """Of the output."""
 
+    @property
+    def scale(self) -> float:
+        return float(self.qk.shape[-1] ** -0.5)
+
+    @property
+    def repeats(self) -> int:
+        """R"""
+        return self.v.shape[1] // self.qk.shape[2]
+
     def part(self, segment: Segment) -> Tokens:
         """The tokens of one segment."""
         if segment.token_end - segment.token_start == len(self.v):
             return self
-        here = slice(segment.token_start, segment.token_end)
-        return Tokens(self.q[here], self.k[here], self.v[here], self.g[here], self.beta[here], self.dtype)
+        qk = self.qk[:, segment.token_start : segment.token_end]
+        return Tokens(qk, segment.cut(self.v), segment.cut(self.g), segment.cut(self.beta), self.dtype)
 
 
 def prepare(
@@ -59,11 +67,14 @@ def prepare(
     A_log_V: Tensor,
     dt_bias_V: Tensor,
 ) -> Tokens:
-    wide = torch.promote_types(v_TVD.dtype, torch.float32)
-    g_TV = -A_log_V.to(wide).exp() * functional.softplus(a_TV.to(wide) + dt_bias_V.to(wide))
-    qk = torch.stack([q_THK, k_THK]).to(wide)
-    q, k = qk * (qk.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-    return Tokens(q * q.shape[-1] ** -0.5, k, v_TVD.to(wide), g_TV, b_TV.to(wide).sigmoid(), v_TVD.dtype)
+    wide = wide_dtype(v_TVD.dtype)
+    a_TV, A_log_V, dt_bias_V = cast(a_TV, wide), cast(A_log_V, wide), cast(dt_bias_V, wide)
+    g_TV = functional.softplus(a_TV + dt_bias_V) * -A_log_V.exp()
+    qk = cast(torch.stack([q_THK, k_THK]), wide)
+    # hypot(|x|, 1e-3) is sqrt(|x|^2 + 1e-6).
+    length = torch.linalg.vector_norm(qk, dim=-1, keepdim=True)
+    qk = qk / torch.hypot(length, constant(1e-3, wide, qk.device))
+    return Tokens(qk, cast(v_TVD, wide), g_TV, cast(b_TV, wide).sigmoid(), v_TVD.dtype)
 
 
 # ---- steps ----
@@ -71,34 +82,29 @@ def prepare(
 
 def step(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Tensor:
     """The recurrence itself. All rows have `max_len` tokens, N; those of one place are computed together."""
-    x, heads, repeats = x.part(segment), x.v.shape[1], x.v.shape[1] // x.k.shape[1]
-    q_THK, k_THK = (part.repeat_interleave(repeats, dim=1) if repeats > 1 else part for part in (x.q, x.k))
-    parts_BNV = [part.view(-1, segment.max_len, *part.shape[1:]) for part in (q_THK, k_THK, x.v, x.g.exp(), x.beta)]
-    state_XKD = read_slots(pool_SVKD, layout.once(slot_index, segment)).to(x.v.dtype).flatten(0, 1)
+    x, index, length = x.part(segment), layout.once(slot_index, segment), segment.max_len
+    qk = x.qk.repeat_interleave(x.repeats, dim=2) if x.repeats > 1 else x.qk
+    places = zip(*(_by_place(part, length) for part in (*qk.unbind(0), x.v, x.g.exp(), x.beta)), strict=True)
+    in_place = index.in_place if pool_SVKD.dtype == x.v.dtype else None
+    state_BVKD = read_slots(pool_SVKD, index) if in_place is None else pool_SVKD[in_place]
+    state_XKD = cast(state_BVKD, x.v.dtype).view(-1, *pool_SVKD.shape[2:])
     outputs = []
-    for place, (kept_row, kept_slot) in enumerate(layout.once(kept_by_place, segment)):
-        q_X1K, k_X1K, v_X1D, decay_X11, beta_X11 = (part[:, place].reshape(len(state_XKD), 1, -1) for part in parts_BNV)
+    for parts, kept in zip(places, layout.once(kept_by_place, segment), strict=True):
+        q_X1K, k_X1K, v_X1D, decay_X11, beta_X11 = (part.reshape(len(state_XKD), 1, -1) for part in parts)
         state_XKD.mul_(decay_X11)
         u_X1D = torch.baddbmm(v_X1D, k_X1K, state_XKD, alpha=-1).mul_(beta_X11)
         state_XKD.addcmul_(k_X1K.transpose(1, 2), u_X1D)
-        outputs.append(torch.bmm(q_X1K, state_XKD))
-        state_BVKD = state_XKD.view(-1, *pool_SVKD.shape[1:])
-        kept_BVKD = state_BVKD if kept_row is None else state_BVKD.index_select(0, kept_row)
-        pool_SVKD.index_copy_(0, kept_slot, kept_BVKD.to(pool_SVKD.dtype))
-    o_BVND = torch.cat(outputs, dim=1).view(-1, heads, segment.max_len, x.v.shape[2])
-    return o_BVND.transpose(1, 2).flatten(0, 1).to(x.dtype)
+        outputs.append(torch.baddbmm(u_X1D, q_X1K, state_XKD, beta=0, alpha=x.scale))
+        if in_place is None:
+            keep_slots(pool_SVKD, state_XKD.view(-1, *pool_SVKD.shape[1:]), kept)
+    o_XND = outputs[0] if length == 1 else torch.cat(outputs, dim=1)
+    o_BVND = o_XND.view(-1, x.v.shape[1], length, x.v.shape[2])
+    return cast(o_BVND.transpose(1, 2).reshape(x.v.shape), x.dtype)
 
 
-def kept_by_place(layout: Layout, segment: Segment) -> list[tuple[Tensor | None, Tensor]]:
-    """For each place in a row: the rows whose state is kept after it (None: all, in order), and where."""
-    index = layout.once(slot_index, segment)
-    row, place = index.kept_token // segment.max_len, index.kept_token % segment.max_len
-    kept: list[tuple[Tensor | None, Tensor]] = []
-    for i in range(segment.max_len):
-        here = place == i
-        every = int(here.sum()) == segment.row_end - segment.row_start
-        kept.append((None if every else row[here], index.kept_slot[here]))
-    return kept
+def _by_place(part: Tensor, length: int) -> tuple[Tensor, ...]:
+    """[rows * length, ...] as `length` times [rows, ...]."""
+    return (part,) if length == 1 else part.view(-1, length, *part.shape[1:]).unbind(1)
 
 
 # ---- chunks ----
@@ -119,9 +125,8 @@ class ChunkIndex:
     """Chunks number c are `bounds[c]` to `bounds[c + 1]`."""
     place: Tensor
     """int64 [tokens]: chunk * CHUNK + place in the chunk."""
-    end_turn: Tensor
-    """int64: turns whose state is kept after the last token, in `end_slot`."""
-    end_slot: Tensor
+    end: Kept
+    """The turns whose state is kept after the last token, as rows."""
     inner_place: Tensor
     """int64: places of the other tokens after which the state is kept, in `inner_slot`."""
     inner_slot: Tensor
@@ -132,7 +137,7 @@ class ChunkIndex:
 def chunk(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Tensor:
     """Rows of any length, cut into chunks; the tail of a row's last chunk is padded by tokens that change nothing."""
     index = layout.once(chunk_index, segment)
-    x, wide, repeats = x.part(segment), x.v.dtype, x.v.shape[1] // x.k.shape[1]
+    x, wide = x.part(segment), x.v.dtype
 
     def chunks(part: Tensor) -> Tensor:
         """[tokens, heads, ...] to [M, heads, C, ...]."""
@@ -141,9 +146,9 @@ def chunk(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Ten
         return padded.view(-1, CHUNK, *part.shape[1:]).transpose(1, 2)
 
     def per_v_head(part_MHC: Tensor) -> Tensor:
-        return part_MHC.repeat_interleave(repeats, dim=1)
+        return part_MHC.repeat_interleave(x.repeats, dim=1)
 
-    q_MHCK, k_MHCK = chunks(x.q), chunks(x.k)
+    q_MHCK, k_MHCK = chunks(x.qk[0] * x.scale), chunks(x.qk[1])
     v_MVCD, beta_MVC1 = chunks(x.v), chunks(x.beta)[..., None]
     sum_MVC = chunks(x.g).double().cumsum(-1)  # fp32 would lose a small decay beside a large sum
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=sum_MVC.device).triu(1)
@@ -164,12 +169,12 @@ def chunk(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Ten
     )
     o_MVCD += score_MVCC @ u_MVCD
 
-    pool_SVKD.index_copy_(0, index.end_slot, state_BVKD.index_select(0, index.end_turn).to(pool_SVKD.dtype))
+    keep_slots(pool_SVKD, state_BVKD, index.end)
     if len(index.inner_place):
         m, c = index.inner_place // CHUNK, index.inner_place % CHUNK
         until_IVCK = k_MVCK[m] * decay_MVCC[m, :, c, :, None]
         inner_IVKD = before_IVKD * decay_MVC1[m, :, c, :, None] + until_IVCK.transpose(-1, -2) @ u_MVCD[m]
-        pool_SVKD.index_copy_(0, index.inner_slot, inner_IVKD.to(pool_SVKD.dtype))
+        keep_slots(pool_SVKD, inner_IVKD, Kept(None, index.inner_slot))
     return o_MVCD.transpose(1, 2).flatten(0, 1).index_select(0, index.place).to(x.dtype)
 
 
@@ -230,8 +235,7 @@ def chunk_index(layout: Layout, segment: Segment) -> ChunkIndex:
         row_of_turn=row_of_turn,
         bounds=bound.tolist(),
         place=place,
-        end_turn=turn_of_row[kept_row][is_end],
-        end_slot=index.kept_slot[is_end],
+        end=Kept(turn_of_row[kept_row][is_end], index.kept_slot[is_end]),
         inner_place=place[index.kept_token][~is_end],
         inner_slot=index.kept_slot[~is_end],
         inner_by_number=inner_by_number,

@@ -1,4 +1,5 @@
-"""Mixture of experts in torch: few tokens go through all experts at once, many are sorted by expert.
+"""Mixture of experts in torch, in three forms: one token gathers its experts' weights, few tokens go through all
+experts at once, many are sorted by expert.
 
 Shape letters beyond api.py's: P = T * K pairs of a token and one of its experts.
 """
@@ -9,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from deltaserve.ops.numeric import cast, wide_dtype
+
 CALL_WORK = 1 << 17
-"""Multiplications that cost about as much as the calls for one expert."""
+"""Multiplications of one expert that cost about as much as the calls for it."""
 
 
 def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    wide_TE = cast(logits_TE, wide_dtype(logits_TE.dtype))
     ranked_TE, id_TE = wide_TE.sort(dim=-1, descending=True, stable=True)
     chosen_TK, id_TK = ranked_TE[:, :top_k], id_TE[:, :top_k]
     if renormalize:
@@ -24,11 +27,20 @@ def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Ten
 
 
 def experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-    num_experts, width, inner = w2_EDI.shape
-    num_hit = min(num_experts, ids_TK.numel())
-    if len(x_TD) * num_experts * width * inner <= num_hit * CALL_WORK:
+    _, width, inner = w2_EDI.shape
+    if len(x_TD) * width * inner > CALL_WORK:
+        return grouped_experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)
+    if len(x_TD) > 1:
         return all_experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)
-    return grouped_experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)
+    return gathered_experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)
+
+
+def gathered_experts(x_1D: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_1K: Tensor, ids_1K: Tensor) -> Tensor:
+    """One token."""
+    id_K, width = ids_1K.squeeze(0), w2_EDI.shape[1]
+    hidden_K1I = linear(x_1D, w13_E2ID.index_select(0, id_K).view(-1, width)).view(len(id_K), 1, -1)
+    active_K1I = _swiglu(hidden_K1I, weights_1K.view(-1, 1, 1))
+    return torch.bmm(cast(active_K1I, x_1D.dtype), w2_EDI.index_select(0, id_K).transpose(1, 2)).sum(0)
 
 
 def all_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
@@ -37,7 +49,7 @@ def all_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tens
     weights_TE1 = weights_TK.new_zeros(len(x_TD), num_experts).scatter_(1, ids_TK, weights_TK)[..., None]
     # An expert that was not chosen may overflow; zero times infinity would be NaN.
     active_TEI = _swiglu(hidden_TEI, weights_TE1).masked_fill_(weights_TE1 == 0, 0)
-    return torch.bmm(active_TEI.to(x_TD.dtype).transpose(0, 1), w2_EDI.transpose(1, 2)).sum(0)
+    return torch.bmm(cast(active_TEI, x_TD.dtype).transpose(0, 1), w2_EDI.transpose(1, 2)).sum(0)
 
 
 def grouped_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
@@ -57,12 +69,12 @@ def grouped_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: 
 
     hidden_PI = project(x_TD.index_select(0, order_P // top_k), w13_E2ID)
     active_PI = _swiglu(hidden_PI, weights_TK.flatten().index_select(0, order_P)[:, None])
-    y_PD = project(active_PI.to(x_TD.dtype), w2_EDI)
+    y_PD = project(cast(active_PI, x_TD.dtype), w2_EDI)
     y_TKD = torch.empty_like(y_PD).index_copy_(0, order_P, y_PD).view(len(x_TD), top_k, -1)
     return y_TKD.sum(1)
 
 
 def _swiglu(hidden: Tensor, weights: Tensor) -> Tensor:
     """`silu(gate) * up * weight`, in the weights' dtype."""
-    gate, up = hidden.to(weights.dtype).chunk(2, dim=-1)
+    gate, up = cast(hidden, weights.dtype).chunk(2, dim=-1)
     return silu(gate).mul_(up).mul_(weights)

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import silu
+
+from deltaserve.ops.numeric import cast, constant, wide_dtype
 
 
 def gemma_rms_norm(x_D: Tensor, weight_plus_one_D: Tensor, eps: float) -> Tensor:
-    wide = torch.promote_types(x_D.dtype, torch.float32)
-    normed_D = functional.rms_norm(x_D.to(wide), weight_plus_one_D.shape, weight_plus_one_D.to(wide), eps)
-    return normed_D.to(x_D.dtype)
+    return cast(_weighted_norm(x_D, weight_plus_one_D, eps), x_D.dtype)
 
 
 def add_gemma_rms_norm(x_D: Tensor, residual_D: Tensor, weight_plus_one_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     sum_D = x_D + residual_D
-    return gemma_rms_norm(sum_D, weight_plus_one_D, eps), sum_D
+    return cast(_weighted_norm(sum_D, weight_plus_one_D, eps), x_D.dtype), sum_D
 
 
 def gated_rms_norm(x_V: Tensor, z_V: Tensor, weight_V: Tensor, eps: float) -> Tensor:
-    wide = torch.promote_types(x_V.dtype, torch.float32)
-    normed_V = functional.rms_norm(x_V.to(wide), weight_V.shape, weight_V.to(wide), eps)
-    return (normed_V * functional.silu(z_V.to(wide))).to(x_V.dtype)
+    normed_V = _weighted_norm(x_V, weight_V, eps)
+    return cast(normed_V.mul_(silu(cast(z_V, normed_V.dtype))), x_V.dtype)
+
+
+def _weighted_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """`x * w / sqrt(mean(x^2) + eps)`, as `sqrt(D) * x * w / hypot(|x|, sqrt(D * eps))`, which takes fewer calls."""
+    width, wide, device = x_D.shape[-1], wide_dtype(x_D.dtype), x_D.device
+    x_D = cast(x_D, wide)
+    length = torch.linalg.vector_norm(x_D, dim=-1, keepdim=True)
+    floored = torch.hypot(length, constant(math.sqrt(width * eps), wide, device))
+    zero = constant(0.0, wide, device)
+    return torch.addcdiv(zero, x_D * cast(weight_D, wide), floored, value=math.sqrt(width))

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltaserve.ops.numeric import cast, wide_dtype
+
 YARN_KEYS = frozenset(
     {
         "factor",
@@ -31,12 +33,10 @@ def rope_table(max_len: int, rotary_dim: int, theta: float, scaling: Mapping[str
 
 
 def apply_rope(q_THD: Tensor, k_TGD: Tensor, position_T: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(q_THD.dtype, torch.float32)
-    heads, rotary_dim = q_THD.shape[1], cos_sin.shape[1]
-    half = rotary_dim // 2
-    cos_T1R, sin_T1R = cos_sin.index_select(0, position_T).to(wide)[:, None].chunk(2, dim=-1)
+    wide, heads, rotary_dim = wide_dtype(q_THD.dtype), q_THD.shape[1], cos_sin.shape[1]
+    cos_T1R, sin_T1R = cast(cos_sin.index_select(0, position_T)[:, None], wide).chunk(2, dim=-1)
     qk = torch.cat([q_THD, k_TGD], dim=1)
-    first, second = qk[..., :half].to(wide), qk[..., half:rotary_dim].to(wide)
+    first, second = cast(qk[..., :rotary_dim], wide).chunk(2, dim=-1)
     rotated = torch.cat([first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R], dim=-1)
     qk[..., :rotary_dim] = rotated
     return qk[:, :heads], qk[:, heads:]
