@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +55,33 @@ def test_a_prompt_may_be_given(folder: Path) -> None:
     assert (comparison.num_prompt, comparison.num_equal) == (3, 2)
 
 
-def test_the_layer_that_differs_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[torch.Tensor], object]) -> None:
+    """The engine's model is loaded with one weight changed."""
+
     def load_wrong(*args: Any, **kwargs: Any) -> Qwen3Next:
         model = load_model(*args, **kwargs)
-        weight = dict(model.named_parameters())["layers.2.mlp.shared_expert.down_proj.weight"]
         with torch.no_grad():
-            weight[0, 0] += 0.5
+            change(dict(model.named_parameters())[name])
         return model
 
     monkeypatch.setattr("deltaserve.engine.workers.load_model", load_wrong)
+
+
+def test_the_layer_that_differs_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, "layers.2.mlp.shared_expert.down_proj.weight", lambda weight: weight[0, 0].add_(0.5))
     differences = [max(row.whole, row.chunked, row.decode) for row in run(folder).rows]
     assert max(differences[:2]) < 1e-5
     assert min(differences[2:]) > 1e-3
+
+
+def test_each_column_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the logits are wrong, in every column, and no greedy token is transformers' any more."""
+    spoil(monkeypatch, "lm_head.weight", lambda weight: weight.neg_())
+    comparison = run(folder)
+    *rest, logits = comparison.rows
+    assert max(max(row.whole, row.chunked, row.decode) for row in rest) < 1e-4
+    assert min(logits.whole, logits.chunked, logits.decode) > 1
+    assert comparison.num_equal == 0
 
 
 @pytest.mark.parametrize(
