@@ -18,8 +18,9 @@ VOCAB_SIZE = 2048
 EOS = (2034, 2032)
 NUM_BLOCKS, NUM_SLOTS = 4096, 512
 
-RAISE, DIE, NOT_FINITE, HANG = 9001, 9002, 9003, 9004
-"""Seeds that make a step raise, the process die, the request end with an error, the engine stand still."""
+RAISE, DIE, NOT_FINITE, HANG, NOT_FINITE_LATER = 9001, 9002, 9003, 9004, 9005
+"""Seeds that make a step raise, the process die, the request end with an error at once, the engine stand still, the
+request end with an error at its fourth token."""
 STILL_SECONDS = 60.0
 
 
@@ -85,7 +86,7 @@ class ScriptedEngine:
                 raise ArithmeticError("told to fail")
             case 9002:
                 os.kill(os.getpid(), signal.SIGKILL)
-            case 9003:
+            case 9003 | 9005 if number == 3 or params.seed == NOT_FINITE:
                 return Output(request_id=request.request_id, finish_reason="error", error="logits are not finite")
             case 9004:
                 time.sleep(STILL_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from typing import Any
@@ -224,7 +225,9 @@ def test_wrong_paths_and_methods(server: Running, method: str, path: str, status
 
 
 def test_more_sequences_than_can_be_taken(server: Running) -> None:
-    assert "at most 1088 can be taken at once" in error(server.post(COMPLETIONS, prompt=["a"] * 1100), 400)["message"]
+    told = error(server.post(COMPLETIONS, prompt=["a"] * 100_000, n=100), 400)
+    assert "100000 prompts times n 100 are 10000000 sequences; at most 1088" in told["message"]
+    assert told["param"] == "prompt"
 
 
 def test_what_the_engine_refuses_is_the_requests_fault(server: Running) -> None:
@@ -243,6 +246,24 @@ def test_an_answer_that_fails_ends_alone(slow: Running) -> None:
     told = error(slow.post(COMPLETIONS, prompt="a", seed=9003, stream=True), 500)
     assert "logits are not finite" in told["message"]
     assert slow.complete(prompt="still here", max_tokens=2)["choices"]
+
+
+def test_an_answer_that_fails_late_ends_its_stream_with_an_error(slow: Running) -> None:
+    response = slow.post(COMPLETIONS, prompt="Mia buys 12 apples.", seed=9005, stream=True, n=2)
+    assert response.status_code == 200
+    *chunks, last, nothing = response.text.split("\n\n")
+    assert len(chunks) >= 3
+    assert nothing == ""
+    assert "[DONE]" not in response.text
+    assert "logits are not finite" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    slow.wait_until_idle()
+
+
+def test_a_body_that_breaks_off_is_nobodys_error(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as peer:
+        peer.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+    assert server.complete(prompt="a", max_tokens=1)["choices"]
+    assert not caplog.records
 
 
 def test_bytes_that_are_no_http_disturb_nobody(server: Running) -> None:

@@ -148,11 +148,15 @@ class EngineClient:
         """Requests that were submitted and have not ended."""
         return len(self._streams)
 
+    @property
+    def max_open(self) -> int:
+        """Requests that may be open at once at the most."""
+        return self._launch.config.max_waiting + self.info.max_num_seqs
+
     def submit(self, requests: list[Request]) -> Stream:
         """Sends requests that belong together; their ids must be new.
 
-        Raises OverloadedError when they would wait behind too many, ValueError when they are more than could ever be
-        taken at once, EngineStoppedError.
+        Raises OverloadedError when too many would wait, which more than `max_open` always would; EngineStoppedError.
         """
         if self.failure is not None:
             raise EngineStoppedError(self.failure)
@@ -180,19 +184,12 @@ class EngineClient:
 
     def _refuse_overload(self, count: int) -> None:
         """Requests that have not begun may be as many as `max_waiting`, and as many more as can begin at once."""
-        config = self._launch.config
-        most = config.max_waiting + self.info.max_num_seqs
-        if count > most:
-            raise ValueError(
-                f"{count} sequences in one request (prompts times n); at most {most} can be taken at once: "
-                "send them in several requests, or raise --max-waiting"
-            )
         waiting = self.num_open - self.stats.running + count
-        room = config.max_waiting
+        max_waiting = room = self._launch.config.max_waiting
         if not self.stats.waiting:
             room += max(0, self.info.max_num_seqs - self.stats.running)
         if waiting > room:
-            raise OverloadedError(f"{self.num_open} requests are open and no more than {config.max_waiting} may wait")
+            raise OverloadedError(f"{self.num_open} requests are open and no more than {max_waiting} may wait")
 
     # ---- health ----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import deltaserve
+from deltaserve.core.request import SamplingParams
 from deltaserve.engine.client import EngineClient
 from deltaserve.engine.metrics import CONTENT_TYPE, Metrics
 from deltaserve.engine.tokenizer import GenerationDefaults, Tokenizer
@@ -24,7 +24,7 @@ from deltaserve.server.errors import ApiError, bad_request, unavailable
 from deltaserve.server.gate import Gate
 from deltaserve.server.generation import Backend, Generation, Prompt
 from deltaserve.server.params import chat_params, completion_params
-from deltaserve.server.prompts import encode_prompts, encode_text, need, off_loop, read_prompts
+from deltaserve.server.prompts import encode_prompts, need, off_loop, read_prompts
 from deltaserve.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -69,8 +69,8 @@ class Service:
                 "model_not_found",
             )
 
-    async def render(self, messages: list[Message], ask: ChatRequest | TokenizeRequest) -> list[int]:
-        """A conversation as token ids."""
+    async def render(self, messages: list[Message], ask: ChatRequest | TokenizeRequest, size: int) -> list[int]:
+        """A conversation as token ids. `size` is that of the whole request."""
         tokenizer = need(self.backend.tokenizer)
 
         def render() -> list[int]:
@@ -84,13 +84,29 @@ class Service:
             )
             return tokenizer.encode(text, add_special_tokens=False)
 
-        size = sum(len(message.content) for message in messages if isinstance(message.content, str))
         return await off_loop(size, render, "messages")
 
+    def check_count(self, num_prompts: int, n: int) -> None:
+        """Refuses what could never be taken, before it costs anything."""
+        most = self.backend.client.max_open
+        if num_prompts * n > most:
+            raise bad_request(
+                f"{num_prompts} prompts times n {n} are {num_prompts * n} sequences; at most {most} can be taken at "
+                "once: send them in several requests, or raise --max-waiting",
+                "prompt",
+            )
+
     async def answer(
-        self, request: Request, ask: SamplingFields, style: Style, start: Callable[[str], Generation]
+        self,
+        request: Request,
+        ask: SamplingFields,
+        style: Style,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        began: float,
     ) -> Response:
-        generation = start(style.response_id)
+        skip = ask.skip_special_tokens is not False
+        generation = Generation(self.backend, style.response_id, prompts, params, skip, ask.cache_salt, began)
         return EventStream(generation, style) if ask.stream else await whole(generation, style, request.receive)
 
     def style(self, kind: type[Style], prefix: str, ask: SamplingFields, with_logprobs: bool) -> Style:
@@ -135,35 +151,27 @@ def generating_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
+        began = time.monotonic()
         ask = parse(CompletionRequest, read_json(await request.body()), service.unknown)
         service.check_model(ask.model)
         params = completion_params(ask, service.defaults.sampling, service.max_model_len)
-        prompts = await encode_prompts(
-            service.backend.tokenizer, read_prompts(ask.prompt), ask.add_special_tokens is not False, bool(ask.echo)
-        )
+        given = read_prompts(ask.prompt)
+        service.check_count(len(given), params.n)
+        special = ask.add_special_tokens is not False
+        prompts = await encode_prompts(service.backend.tokenizer, given, special, bool(ask.echo))
         style = service.style(CompletionStyle, "cmpl", ask, ask.logprobs is not None)
-
-        def start(name: str) -> Generation:
-            return Generation(
-                service.backend, name, prompts, params, ask.skip_special_tokens is not False, ask.cache_salt
-            )
-
-        return await service.answer(request, ask, style, start)
+        return await service.answer(request, ask, style, prompts, params, began)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        ask = parse(ChatRequest, read_json(await request.body()), service.unknown)
+        began = time.monotonic()
+        body = await request.body()
+        ask = parse(ChatRequest, read_json(body), service.unknown)
         service.check_model(ask.model)
         params = chat_params(ask, service.defaults.sampling, service.max_model_len)
-        prompt = Prompt(await service.render(ask.messages, ask))
+        prompt = Prompt(await service.render(ask.messages, ask, len(body)))
         style = service.style(ChatStyle, "chatcmpl", ask, bool(ask.logprobs))
-
-        def start(name: str) -> Generation:
-            return Generation(
-                service.backend, name, [prompt], params, ask.skip_special_tokens is not False, ask.cache_salt
-            )
-
-        return await service.answer(request, ask, style, start)
+        return await service.answer(request, ask, style, [prompt], params, began)
 
     return router
 
@@ -173,15 +181,17 @@ def tokenizing_routes(service: Service) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        ask = parse(TokenizeRequest, read_json(await request.body()), service.unknown)
+        body = await request.body()
+        ask = parse(TokenizeRequest, read_json(body), service.unknown)
         service.check_model(ask.model)
         if (ask.prompt is None) == (ask.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if ask.messages is not None:
-            tokens = await service.render(ask.messages, ask)
+            tokens = await service.render(ask.messages, ask, len(body))
         else:
             special = ask.add_special_tokens is not False
-            tokens = await encode_text(service.backend.tokenizer, ask.prompt or "", special, "prompt")
+            (prompt,) = await encode_prompts(service.backend.tokenizer, [ask.prompt or ""], special, echo=False)
+            tokens = prompt.token_ids
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len})
 
     @router.post("/detokenize")

@@ -8,13 +8,15 @@ from http import HTTPStatus
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from deltaserve.engine.client import OverloadedError
 from deltaserve.engine.stream import EngineStoppedError
 
 RETRY_AFTER_SECONDS = 1
+CLIENT_GONE = 499
+"""The status of an answer that nobody waits for."""
 
 
 class ApiError(Exception):
@@ -97,10 +99,14 @@ def install(app: Starlette) -> None:
         assert error is not None, "registered for API errors only"
         return error.response()
 
+    async def on_gone(request: Request, failure: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
     async def on_unforeseen(request: Request, failure: Exception) -> Response:
         return ApiError(500, "an error inside the server; its log has more", code="internal_error").response()
 
     app.add_exception_handler(HTTPException, on_http)
     for kind in (ApiError, OverloadedError, EngineStoppedError):
         app.add_exception_handler(kind, on_api)
+    app.add_exception_handler(ClientDisconnect, on_gone)
     app.add_exception_handler(Exception, on_unforeseen)

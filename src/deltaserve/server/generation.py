@@ -17,7 +17,7 @@ from deltaserve.engine.stop_strings import StopStrings
 from deltaserve.engine.stream import Stream
 from deltaserve.engine.tokenizer import Tokenizer
 from deltaserve.engine.validation import validate
-from deltaserve.server.errors import ApiError, bad_request
+from deltaserve.server.errors import ApiError
 from deltaserve.server.params import name_the_field
 
 
@@ -90,12 +90,14 @@ class Generation:
         request_id: str,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        skip_special_tokens: bool = True,
-        cache_salt: str | None = None,
+        skip_special_tokens: bool,
+        cache_salt: str | None,
+        began: float,
     ) -> None:
+        """`began`: when the HTTP request came, seconds of the monotonic clock."""
         self._backend, self._skip_special_tokens = backend, skip_special_tokens
         self._params = params
-        self._began = time.monotonic()
+        self._began = began
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
         stops = StopStrings(params.stop)
         self._answers = [_Answer(prompt, self._open_text(prompt, stops)) for prompt in prompts for _ in range(params.n)]
@@ -106,10 +108,7 @@ class Generation:
             except ValueError as fault:
                 raise name_the_field(fault) from None
         self._num_open = len(requests)
-        try:
-            self._stream: Stream = backend.client.submit(requests)
-        except ValueError as fault:
-            raise bad_request(str(fault), "n" if params.n > 1 else "prompt") from None
+        self._stream: Stream = backend.client.submit(requests)
         backend.metrics.count_prompt(self.usage.prompt_tokens)
 
     @property

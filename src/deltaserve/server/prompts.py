@@ -48,20 +48,13 @@ async def encode_prompts(
     tokenizer: Tokenizer | None, prompts: list[str] | list[list[int]], add_special_tokens: bool, echo: bool
 ) -> list[Prompt]:
     """Raises ApiError for a text that cannot be encoded. With `echo` a prompt keeps its text."""
-    encoded = []
-    for prompt in prompts:
+
+    def encode(prompt: str | list[int]) -> Prompt:
         if isinstance(prompt, str):
-            ids = await encode_text(tokenizer, prompt, add_special_tokens, "prompt")
-            encoded.append(Prompt(ids, prompt if echo else None))
-        else:
-            encoded.append(Prompt(prompt, _text_of(tokenizer, prompt) if echo else None))
-    return encoded
+            return Prompt(need(tokenizer).encode(prompt, add_special_tokens), prompt if echo else None)
+        return Prompt(prompt, _text_of(tokenizer, prompt) if echo else None)
 
-
-async def encode_text(tokenizer: Tokenizer | None, text: str, add_special_tokens: bool, param: str) -> list[int]:
-    """Raises ApiError, also where the model has no tokenizer."""
-    encode = need(tokenizer).encode
-    return await off_loop(len(text), lambda: encode(text, add_special_tokens), param)
+    return await off_loop(sum(map(len, prompts)), lambda: [encode(prompt) for prompt in prompts], "prompt")
 
 
 async def off_loop(size: int, make: Callable[[], Made], param: str) -> Made:

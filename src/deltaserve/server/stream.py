@@ -14,14 +14,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deltaserve.engine.stream import StreamClosedError
-from deltaserve.server.errors import ApiError, api_error
+from deltaserve.server.errors import CLIENT_GONE, ApiError, api_error
 from deltaserve.server.generation import Delta, Generation
 from deltaserve.server.replies import Style
 
 logger = logging.getLogger(__name__)
 
-CLIENT_GONE = 499
-"""The status of an answer that nobody waits for."""
 EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -96,6 +94,6 @@ class EventStream(Response):
             except StreamClosedError:
                 return
             except Exception as failure:
-                logger.log(logging.DEBUG, "a stream ends early", exc_info=failure)
+                logger.debug("a stream ends early", exc_info=failure)
                 body = b"data: " + _shaped(failure).body() + b"\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": False})
