@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,14 @@ def test_start_prints_the_memory_plan(caplog: pytest.LogCaptureFixture) -> None:
     assert engine.workers.runner is not None
     model: Any = engine.workers.runner.model
     assert weight_bytes(model) == engine.blueprint.memory.sizes.weights
+
+
+def test_what_is_reduced_is_said_where_the_plan_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Engine(EngineConfig(max_num_batched_tokens=64, cache_memory_gib=0.004))
+    assert "memory plan" not in caplog.text
+    assert re.search(r"max_num_seqs is \d+, not 64", caplog.text)
+    assert re.search(r"max_model_len is [\d,]+, not the model's 4,096", caplog.text)
 
 
 def test_sizes_that_cannot_be_are_refused_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:

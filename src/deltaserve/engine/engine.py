@@ -48,6 +48,9 @@ class Engine:
         for line in blueprint.lines():
             logger.info(line)
         memory = blueprint.memory
+        if not logger.isEnabledFor(logging.INFO):  # the plan above told what was reduced; unread, it needs saying
+            for note in memory.notes:
+                logger.warning(note)
         self.config, self.blueprint = config, blueprint
         self.model_config: ModelConfig = blueprint.model
         self.max_model_len = memory.max_model_len
