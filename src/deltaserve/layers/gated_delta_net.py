@@ -44,7 +44,9 @@ class GatedDeltaNet(nn.Module):
         self.mixed_widths = [keys, keys, values]
         self.widths = [sum(self.mixed_widths), values, num_v_heads, num_v_heads]
         self.in_proj = Linear(hidden_size, sum(self.widths), dtype, device)
-        self.conv_weight = weight(sum(self.mixed_widths), conv_width, dtype=dtype, device=device)
+        # [C, W] in shape, [W, C] in memory: the convolution takes one tap of all channels at a time.
+        taps_WC = torch.empty(conv_width, sum(self.mixed_widths), dtype=dtype, device=device)
+        self.conv_weight = nn.Parameter(taps_WC.t(), requires_grad=False)
         self.A_log = weight(num_v_heads, dtype=wide, device=device)
         self.dt_bias = weight(num_v_heads, dtype=wide, device=device)
         self.norm_weight = weight(v_dim, dtype=wide, device=device)

@@ -37,7 +37,7 @@ class Segment:
 
     def cut(self, x: Tensor) -> Tensor:
         """The segment's tokens of `x` [T, ...]."""
-        if self.token_start == 0 and self.token_end == len(x):
+        if self.token_start == 0 and self.token_end == x.shape[0]:
             return x
         return x[self.token_start : self.token_end]
 

@@ -87,7 +87,7 @@ def _attend_group(q_THD: Tensor, kv_pool: Tensor, group: Group, length: int, sca
     wide = wide_dtype(q_THD.dtype)
     # The heads of one key head stand where queries stand: they read the same keys.
     q_BQGPD = cast(q_THD, wide).view(-1, length, k_heads, heads // k_heads, width)
-    rows = len(q_BQGPD)
+    rows = q_BQGPD.shape[0]
     q_BGSD = q_BQGPD.permute(0, 2, 3, 1, 4).reshape(rows, k_heads, -1, width)
     hidden_B1SL = None
     if group.hidden is not None:

@@ -17,7 +17,7 @@ def causal_conv(x_TC: Tensor, weight_CW: Tensor, pool_SWC: Tensor, layout: Layou
 
     Name       Shape           Dtype       Meaning
     x          [T, C]          any float   rows one after the other, without padding
-    weight     [C, W]          any float   oldest tap first; W >= 2
+    weight     [C, W]          any float   oldest tap first; W >= 2. Fastest as the transpose of a [W, C] tensor
     pool       [S, W - 1, C]   as x        a slot holds the last W - 1 inputs, oldest first. Read at layout.read_slot
                                            (-1: zeros). Written at layout.write_slot after each token (-1: not kept);
                                            nothing else of it changes

@@ -52,7 +52,7 @@ class Tokens:
 
     def part(self, segment: Segment) -> Tokens:
         """The tokens of one segment."""
-        if segment.token_end - segment.token_start == len(self.v):
+        if segment.token_end - segment.token_start == self.v.shape[0]:
             return self
         qk = self.qk[:, segment.token_start : segment.token_end]
         return Tokens(qk, segment.cut(self.v), segment.cut(self.g), segment.cut(self.beta), self.dtype)
@@ -88,17 +88,19 @@ def step(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Tens
     in_place = index.in_place if pool_SVKD.dtype == x.v.dtype else None
     state_BVKD = read_slots(pool_SVKD, index) if in_place is None else pool_SVKD[in_place]
     state_XKD = cast(state_BVKD, x.v.dtype).view(-1, *pool_SVKD.shape[2:])
+    rows_heads = state_XKD.shape[0]
     outputs = []
     for parts, kept in zip(places, layout.once(kept_by_place, segment), strict=True):
-        q_X1K, k_X1K, v_X1D, decay_X11, beta_X11 = (part.reshape(len(state_XKD), 1, -1) for part in parts)
+        q_X1K, k_X1K, v_X1D, decay_X11, beta_X11 = (part.reshape(rows_heads, 1, -1) for part in parts)
         state_XKD.mul_(decay_X11)
         u_X1D = torch.baddbmm(v_X1D, k_X1K, state_XKD, alpha=-1).mul_(beta_X11)
         state_XKD.addcmul_(k_X1K.transpose(1, 2), u_X1D)
         outputs.append(torch.baddbmm(u_X1D, q_X1K, state_XKD, beta=0, alpha=x.scale))
         if in_place is None:
             keep_slots(pool_SVKD, state_XKD.view(-1, *pool_SVKD.shape[1:]), kept)
-    o_XND = outputs[0] if length == 1 else torch.cat(outputs, dim=1)
-    o_BVND = o_XND.view(-1, x.v.shape[1], length, x.v.shape[2])
+    if length == 1:
+        return cast(outputs[0].view(x.v.shape), x.dtype)
+    o_BVND = torch.cat(outputs, dim=1).view(-1, x.v.shape[1], length, x.v.shape[2])
     return cast(o_BVND.transpose(1, 2).reshape(x.v.shape), x.dtype)
 
 

@@ -27,18 +27,18 @@ def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Ten
 
 
 def experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-    _, width, inner = w2_EDI.shape
-    if len(x_TD) * width * inner > CALL_WORK:
+    tokens, (_, width, inner) = x_TD.shape[0], w2_EDI.shape
+    if tokens * width * inner > CALL_WORK:
         return grouped_experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)
-    if len(x_TD) > 1:
+    if tokens > 1:
         return all_experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)
     return gathered_experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)
 
 
 def gathered_experts(x_1D: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_1K: Tensor, ids_1K: Tensor) -> Tensor:
     """One token."""
-    id_K, width = ids_1K.squeeze(0), w2_EDI.shape[1]
-    hidden_K1I = linear(x_1D, w13_E2ID.index_select(0, id_K).view(-1, width)).view(len(id_K), 1, -1)
+    id_K, top_k, width = ids_1K.view(-1), ids_1K.shape[1], w2_EDI.shape[1]
+    hidden_K1I = linear(x_1D, w13_E2ID.index_select(0, id_K).view(-1, width)).view(top_k, 1, -1)
     active_K1I = _swiglu(hidden_K1I, weights_1K.view(-1, 1, 1))
     return torch.bmm(cast(active_K1I, x_1D.dtype), w2_EDI.index_select(0, id_K).transpose(1, 2)).sum(0)
 
@@ -46,19 +46,19 @@ def gathered_experts(x_1D: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_1K:
 def all_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
     num_experts, width, inner = w2_EDI.shape
     hidden_TEI = linear(x_TD, w13_E2ID.view(-1, width)).view(-1, num_experts, 2 * inner)
-    weights_TE1 = weights_TK.new_zeros(len(x_TD), num_experts).scatter_(1, ids_TK, weights_TK)[..., None]
+    weights_TE1 = weights_TK.new_zeros(x_TD.shape[0], num_experts).scatter_(1, ids_TK, weights_TK)[..., None]
     # An expert that was not chosen may overflow; zero times infinity would be NaN.
     active_TEI = _swiglu(hidden_TEI, weights_TE1).masked_fill_(weights_TE1 == 0, 0)
     return torch.bmm(cast(active_TEI, x_TD.dtype).transpose(0, 1), w2_EDI.transpose(1, 2)).sum(0)
 
 
 def grouped_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-    num_experts, top_k = len(w2_EDI), ids_TK.shape[1]
+    num_experts, top_k = w2_EDI.shape[0], ids_TK.shape[1]
     order_P = ids_TK.flatten().argsort(stable=True)
     counts = torch.bincount(ids_TK.flatten(), minlength=num_experts).tolist()
 
     def project(input_PX: Tensor, weight_EYX: Tensor) -> Tensor:
-        output_PY = input_PX.new_empty(len(input_PX), weight_EYX.shape[1])
+        output_PY = input_PX.new_empty(input_PX.shape[0], weight_EYX.shape[1])
         first = 0
         for expert, count in enumerate(counts):
             if count:
@@ -70,7 +70,7 @@ def grouped_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: 
     hidden_PI = project(x_TD.index_select(0, order_P // top_k), w13_E2ID)
     active_PI = _swiglu(hidden_PI, weights_TK.flatten().index_select(0, order_P)[:, None])
     y_PD = project(cast(active_PI, x_TD.dtype), w2_EDI)
-    y_TKD = torch.empty_like(y_PD).index_copy_(0, order_P, y_PD).view(len(x_TD), top_k, -1)
+    y_TKD = torch.empty_like(y_PD).index_copy_(0, order_P, y_PD).view(x_TD.shape[0], top_k, -1)
     return y_TKD.sum(1)
 
 
