@@ -18,12 +18,10 @@ from deltaserve.ops.numeric import cast, wide_dtype
 
 @dataclass(frozen=True)
 class Places:
-    """Where things are in the extended rows of a segment."""
+    """Where things are in the extended rows of a chunk segment."""
 
-    token: Tensor
-    """int64 [tokens]: a token's own input."""
-    window: Tensor
-    """int64 [rows * (W - 1)]: the windows before the rows."""
+    token: Tensor | None
+    """int64 [tokens]: the first of the W inputs that a token sees; None for one row, where it is the token's number."""
     kept: Tensor
     """int64 [kept * (W - 1)]: the windows after the tokens whose state is kept."""
 
@@ -47,28 +45,31 @@ def chunk(x_TC: Tensor, weight_CW: Tensor, pool_SWC: Tensor, layout: Layout, seg
     """Rows of any length: convolved as one, and what straddles two rows is not taken."""
     taps, wide = weight_CW.shape[1], wide_dtype(x_TC.dtype)
     places, index = layout.once(extended_places, segment, taps), layout.once(slot_index, segment)
-    extended_PC = x_TC.new_empty(len(places.window) + len(places.token), x_TC.shape[1])
-    extended_PC.index_copy_(0, places.window, read_slots(pool_SWC, index).flatten(0, 1))
-    extended_PC.index_copy_(0, places.token, segment.cut(x_TC))
+    windows = read_slots(pool_SWC, index).unbind(0)
+    rows = segment.cut(x_TC).split_with_sizes(layout.once(row_lengths, segment))
+    extended_PC = torch.cat([part for row in zip(windows, rows, strict=True) for part in row])
 
     weight_WC, wide_PC = cast(weight_CW, wide).t().contiguous(), cast(extended_PC, wide)
-    last = len(wide_PC) - taps + 1
+    last = wide_PC.shape[0] - taps + 1
     y_PC = wide_PC[:last] * weight_WC[0]
     for tap in range(1, taps):
         y_PC.addcmul_(wide_PC[tap : tap + last], weight_WC[tap])
-    y_TC = y_PC.index_select(0, places.token - (taps - 1))
+    y_TC = y_PC if places.token is None else y_PC.index_select(0, places.token)
     kept_WC = extended_PC.index_select(0, places.kept).view(-1, *pool_SWC.shape[1:])
     keep_slots(pool_SWC, kept_WC, Kept(None, index.kept_slot))
     return cast(functional.silu(y_TC), x_TC.dtype)
 
 
 def extended_places(layout: Layout, segment: Segment, taps: int) -> Places:
-    cu_seqlens = segment.cu_seqlens.long()
-    device = cu_seqlens.device
-    row = torch.arange(len(cu_seqlens) - 1, device=device)
-    row_of_token = row.repeat_interleave(cu_seqlens.diff())
-    token = torch.arange(len(row_of_token), device=device) + (row_of_token + 1) * (taps - 1)
-    window = (cu_seqlens[:-1] + row * (taps - 1))[:, None] + torch.arange(taps - 1, device=device)
+    device = segment.cu_seqlens.device
+    row = torch.arange(segment.row_end - segment.row_start, device=device)
+    row_of_token = row.repeat_interleave(segment.cu_seqlens.diff())
+    token = torch.arange(segment.token_end - segment.token_start, device=device) + row_of_token * (taps - 1)
     kept_token = layout.once(slot_index, segment).kept_token
-    kept = token[kept_token, None] + torch.arange(2 - taps, 1, device=device)
-    return Places(token, window.flatten(), kept.flatten())
+    kept = token[kept_token, None] + torch.arange(1, taps, device=device)
+    return Places(None if row.shape[0] == 1 else token, kept.flatten())
+
+
+def row_lengths(layout: Layout, segment: Segment) -> list[int]:
+    lengths: list[int] = segment.cu_seqlens.diff().tolist()
+    return lengths

@@ -4,8 +4,8 @@ Within a chunk, with G the running sum of g and D[i, j] = exp(G_i - G_j) for j <
 
     u_i = beta_i * (v_i - exp(G_i) * S^T k_i - sum over j < i of D[i, j] * (k_i . k_j) * u_j)
 
-which is a unit lower triangular system: the WY form. It is solved for all chunks of all rows at once, once against
-beta * v and once against beta * exp(G) * k; what remains sequential is one product with the state per chunk.
+which is a unit lower triangular system: the WY form. It is inverted for all chunks of all rows at once; what remains
+sequential are the products with the state, chunk by chunk.
 
 Shape letters beyond api.py's: M chunks of all rows, C places in a chunk, R value heads per key head, X = B * Hv.
 """
@@ -137,69 +137,59 @@ class ChunkIndex:
 
 
 def chunk(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Tensor:
-    """Rows of any length, cut into chunks; the tail of a row's last chunk is padded by tokens that change nothing."""
-    index = layout.once(chunk_index, segment)
-    x, wide = x.part(segment), x.v.dtype
+    """Rows of any length, cut into chunks; the tail of a row's last chunk is padded by tokens that change nothing.
+
+    All chunks at once: the tensors below have M, Hk and R (or 1) in front of what their names say.
+    """
+    x, index = x.part(segment), layout.once(chunk_index, segment)
+    wide, device, k_heads = x.v.dtype, x.v.device, x.qk.shape[2]
 
     def chunks(part: Tensor) -> Tensor:
-        """[tokens, heads, ...] to [M, heads, C, ...]."""
-        padded = part.new_zeros(index.bounds[-1] * CHUNK, *part.shape[1:])
-        padded.index_copy_(0, index.place, part)
-        return padded.view(-1, CHUNK, *part.shape[1:]).transpose(1, 2)
+        """[tokens, heads, ...] to [M, Hk, R or 1, C, ...]."""
+        padded = part.new_zeros(index.bounds[-1] * CHUNK, *part.shape[1:]).index_copy_(0, index.place, part)
+        return padded.view(-1, CHUNK, k_heads, part.shape[1] // k_heads, *part.shape[2:]).movedim(1, 3).contiguous()
 
-    def per_v_head(part_MHC: Tensor) -> Tensor:
-        return part_MHC.repeat_interleave(x.repeats, dim=1)
+    q_CK, k_CK, v_CD, beta_C1 = (chunks(part) for part in (x.qk[0] * x.scale, x.qk[1], x.v, x.beta[..., None]))
+    sum_C = chunks(x.g).double().cumsum(-1)  # fp32 would lose a small decay beside a large sum
+    above_CC = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).triu(1)
+    between_CC = (sum_C[..., :, None] - sum_C[..., None, :]).masked_fill_(above_CC, -torch.inf)
+    decay_CC, decay_C1 = between_CC.to(wide).exp_(), sum_C.exp().to(wide)[..., None]
 
-    q_MHCK, k_MHCK = chunks(x.qk[0] * x.scale), chunks(x.qk[1])
-    v_MVCD, beta_MVC1 = chunks(x.v), chunks(x.beta)[..., None]
-    sum_MVC = chunks(x.g).double().cumsum(-1)  # fp32 would lose a small decay beside a large sum
-    above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=sum_MVC.device).triu(1)
-    between_MVCC = (sum_MVC[..., :, None] - sum_MVC[..., None, :]).masked_fill_(above, -torch.inf)
-    decay_MVCC, decay_MVC1 = between_MVCC.to(wide).exp_(), sum_MVC.exp().to(wide)[..., None]
-
-    system_MVCC = per_v_head(k_MHCK @ k_MHCK.transpose(-1, -2)).mul_(decay_MVCC).mul_(beta_MVC1)
-    score_MVCC = per_v_head(q_MHCK @ k_MHCK.transpose(-1, -2)).mul_(decay_MVCC)
-    q_MVCK, k_MVCK = per_v_head(q_MHCK), per_v_head(k_MHCK)
-    sides = torch.cat([v_MVCD, k_MVCK * decay_MVC1], dim=-1).mul_(beta_MVC1)
-    solved = torch.linalg.solve_triangular(system_MVCC, sides, upper=False, unitriangular=True)
-    u_MVCD, w_MVCK = (part.contiguous() for part in solved.split([v_MVCD.shape[-1], k_MVCK.shape[-1]], dim=-1))
+    system_CC = (k_CK @ k_CK.transpose(-1, -2) * decay_CC).mul_(beta_C1)
+    identity_CC = torch.eye(CHUNK, dtype=wide, device=device)
+    inverse_CC = torch.linalg.solve_triangular(system_CC, identity_CC, upper=False, unitriangular=True)
+    u_CD, w_CK = inverse_CC @ (v_CD * beta_C1), inverse_CC @ (k_CK * (decay_C1 * beta_C1))
 
     state_BVKD = read_slots(pool_SVKD, layout.once(slot_index, segment)).index_select(0, index.row_of_turn).to(wide)
-    rest_MVCK = k_MVCK * decay_MVCC[..., -1, :, None]
-    o_MVCD, before_IVKD = _pass_over_states(
-        state_BVKD, u_MVCD, w_MVCK, q_MVCK * decay_MVC1, rest_MVCK, decay_MVC1[:, :, -1:], index
+    to_end_CK = k_CK * decay_CC[..., -1, :, None]
+    o_CD, before_IVKD = _pass_over_states(
+        state_BVKD, u_CD, w_CK, q_CK * decay_C1, to_end_CK, decay_C1[..., -1:, :], index
     )
-    o_MVCD += score_MVCC @ u_MVCD
+    o_CD += (q_CK @ k_CK.transpose(-1, -2) * decay_CC) @ u_CD
 
     keep_slots(pool_SVKD, state_BVKD, index.end)
-    if len(index.inner_place):
+    if index.inner_by_number:
         m, c = index.inner_place // CHUNK, index.inner_place % CHUNK
-        until_IVCK = k_MVCK[m] * decay_MVCC[m, :, c, :, None]
-        inner_IVKD = before_IVKD * decay_MVC1[m, :, c, :, None] + until_IVCK.transpose(-1, -2) @ u_MVCD[m]
-        keep_slots(pool_SVKD, inner_IVKD, Kept(None, index.inner_slot))
-    return o_MVCD.transpose(1, 2).flatten(0, 1).index_select(0, index.place).to(x.dtype)
+        until_CK = k_CK[m] * decay_CC[m, :, :, c, :, None]
+        added_IVKD = (until_CK.transpose(-1, -2) @ u_CD[m]).view_as(before_IVKD)
+        decayed_IVKD = before_IVKD * decay_C1[m, :, :, c].view(-1, state_BVKD.shape[1], 1, 1)
+        keep_slots(pool_SVKD, decayed_IVKD + added_IVKD, Kept(None, index.inner_slot))
+    return cast(o_CD.movedim(3, 1).reshape(-1, *x.v.shape[1:]).index_select(0, index.place), x.dtype)
 
 
 def _pass_over_states(
-    state_BVKD: Tensor,
-    u_MVCD: Tensor,
-    w_MVCK: Tensor,
-    q_MVCK: Tensor,
-    rest_MVCK: Tensor,
-    decay_MV11: Tensor,
-    index: ChunkIndex,
+    state_BVKD: Tensor, u_CD: Tensor, w_CK: Tensor, q_CK: Tensor, k_CK: Tensor, decay_11: Tensor, index: ChunkIndex
 ) -> tuple[Tensor, Tensor]:
     """Carry the states through their chunks, all rows at once; corrects `u` and moves `state` to the end, in place.
 
-    q is decayed from the chunk's start, rest is k decayed to its end, decay is the whole chunk's. Returns what the
-    outputs owe to the states, and the states before the chunks of the inner places [I, Hv, K, V].
+    q is decayed from the chunk's start and k to its end; decay is the whole chunk's. Returns what the outputs owe to
+    the states, and the states before the chunks of the inner places [I, Hv, K, V].
     """
     heads = state_BVKD.shape[1]
-    before_IVKD = state_BVKD.new_empty(len(index.inner_place), *state_BVKD.shape[1:])
-    o_MVCD = torch.empty_like(u_MVCD)
-    state, u, w, q, rest, decay, o = (
-        part.flatten(0, 1) for part in (state_BVKD, u_MVCD, w_MVCK, q_MVCK, rest_MVCK, decay_MV11, o_MVCD)
-    )
+    before_IVKD = state_BVKD.new_empty(index.inner_place.shape[0], *state_BVKD.shape[1:])
+    o_CD = torch.empty_like(u_CD)
+    state = state_BVKD.flatten(0, 1)
+    u, w, q, k, decay, o = (part.flatten(0, 2) for part in (u_CD, w_CK, q_CK, k_CK, decay_11, o_CD))
     for number, (first, last) in enumerate(pairwise(index.bounds)):
         here, active = slice(first * heads, last * heads), state[: (last - first) * heads]
         if number in index.inner_by_number:
@@ -207,8 +197,8 @@ def _pass_over_states(
             before_IVKD[inner] = state_BVKD[turn]
         u[here].baddbmm_(w[here], active, alpha=-1)
         torch.bmm(q[here], active, out=o[here])
-        active.mul_(decay[here]).baddbmm_(rest[here].transpose(1, 2), u[here])
-    return o_MVCD, before_IVKD
+        active.mul_(decay[here]).baddbmm_(k[here].transpose(1, 2), u[here])
+    return o_CD, before_IVKD
 
 
 def chunk_index(layout: Layout, segment: Segment) -> ChunkIndex:
