@@ -81,7 +81,7 @@ def test_completions_of_text(server: Server, model_name: str, with_transformers:
     ours = evaluate(tmp_path, "sums_rows", "local-completions", args)
     assert ours.samples["sums_rows"] == with_transformers.samples["sums_rows"]
     assert ours.scores["sums_rows"] == with_transformers.scores["sums_rows"]
-    assert 0 < ours.scores["sums_rows"]["exact_match,strict-match"] < 1
+    assert ours.scores["sums_rows"]["exact_match,strict-match"] > 0.5
 
 
 def test_loglikelihood_of_token_ids(
@@ -108,4 +108,4 @@ def test_chat(server: Server, model_name: str, tmp_path: Path) -> None:
     theirs = evaluate(tmp_path / "theirs", "sums_rows", "hf", args, "--device", "cpu", "--batch_size", "1", *CHAT)
     assert ours.samples == theirs.samples
     assert ours.scores == theirs.scores
-    assert ours.scores["sums_rows"]["exact_match,strict-match"] > 0
+    assert ours.scores["sums_rows"]["exact_match,strict-match"] > 0.5
