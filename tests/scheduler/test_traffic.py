@@ -49,6 +49,8 @@ class Traffic:
             num_drafts_for=lambda sequence: rnd.randrange(self.max_drafts + 1),
         )
         self.aborts, self.preemptions = rnd.choice([0.0, 0.02, 0.1]), rnd.choice([0.0, 0.02, 0.1])
+        # A prompt of many small chunks that is sent back again and again would never be whole.
+        self.preemptions_left = 100
         self.corpus = [self.tokens(1, 40) for _ in range(4)]
         self.aborted: set[str] = set()
         self.digest = hashlib.sha256()
@@ -111,8 +113,9 @@ class Traffic:
             assert rig.abort(name, rnd.choice(["disconnect", "timeout"]))
             assert not rig.abort(name)
             self.aborted.add(name)
-        if rig.running and rnd.random() < self.preemptions:
+        if rig.running and self.preemptions_left and rnd.random() < self.preemptions:
             assert rig.preempt(rnd.choice(rig.running))
+            self.preemptions_left -= 1
 
 
 def run(seed: int, with_index: bool) -> Traffic:
