@@ -89,6 +89,7 @@ def test_reading_slots_replaces_what_is_fresh_and_leaves_the_pool() -> None:
         ([3, 4, 5], [3, 4, 5], slice(3, 6)),
         ([3, 5, 4], [3, 5, 4], None),
         ([3, 4], [3, 5], None),
+        ([3, 5], [3, 4], None),
         ([3, 4], [3, -1], None),
         ([-1, 0], [-1, 0], None),
         ([-1], [0], None),
