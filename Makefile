@@ -6,7 +6,7 @@ ARGS   ?=
 # Processes that share the tests; each computes with one thread (tests/conftest.py).
 WORKERS ?= 2
 
-.PHONY: help serve chat test test-gpu test-clients check format bench docs wheel clean
+.PHONY: help serve chat test test-gpu test-clients check format bench eval docs wheel clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -38,6 +38,9 @@ format: $(VENV)/.ready  ## format the code and mend what the linter can
 
 bench: $(VENV)/.ready  ## ratios to transformers on this machine's CPU
 	$(BIN)/python -m benchmarks.cpu_ratio $(ARGS)
+
+eval: $(VENV)/.ready-clients  ## the built-in model's held-out sums by lm_eval, beside transformers
+	$(BIN)/python -m training.eval.run $(ARGS)
 
 docs: $(VENV)/.ready  ## write docs/flags.md from the configs
 	$(BIN)/python -m tests.flags_page

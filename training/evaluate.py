@@ -104,12 +104,14 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=300)
     parser.add_argument("--no-long", action="store_true")
     parser.add_argument("--family", default="", help="only families whose name contains this")
+    parser.add_argument("--skip", default="\n", help="no family whose name contains this")
+    parser.add_argument("--no-warm", action="store_true", help="greedy only")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     net = export.read(args.folder).to(device, dtype)
     tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
-    chosen = [i for i in items(args.n, long=not args.no_long) if args.family in i.family]
+    chosen = [i for i in items(args.n, long=not args.no_long) if args.family in i.family and args.skip not in i.family]
     results = run(net, tokenizer, chosen, dtype)
     summary = {"greedy": report(net, results, dtype)}
     if args.out:
@@ -117,6 +119,8 @@ def main() -> None:
         args.out.with_suffix(".mistakes.json").write_text(
             json.dumps(mistakes(results), indent=1, ensure_ascii=False), encoding="utf-8"
         )
+    if args.no_warm:
+        return
     warm = [i for i in chosen if limit(i.family) <= 500][:: max(1, len(chosen) // 600)]
     print(f"temperature {WARM}")
     summary[f"temperature {WARM}"] = report(net, run(net, tokenizer, warm, dtype, WARM), dtype, WARM)

@@ -7,6 +7,7 @@ structure, all other families by the hash of the user's text; the files in ``hel
 import json
 import random
 import re
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -59,7 +60,8 @@ def normal(text: str) -> str:
 @cache
 def forbidden() -> frozenset[str]:
     """The normal form of every question in ``heldout/``."""
-    rows = (json.loads(line) for path in sorted(HELDOUT.glob("*.jsonl")) for line in path.open(encoding="utf-8"))
+    texts = (path.read_text(encoding="utf-8") for path in sorted(HELDOUT.glob("*.jsonl")))
+    rows = (json.loads(line) for text in texts for line in text.splitlines())
     return frozenset(normal(row["question"]) for row in rows)
 
 
@@ -222,3 +224,13 @@ def document(rng: random.Random, long: bool = False) -> list[Segment]:
     else:
         out = small_document(rng)
     return [*out, (END_OF_TEXT, 0.5)]
+
+
+def main() -> None:
+    rng = random.Random(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    for _ in range(20):
+        print("".join(text for text, _ in document(rng)), end="\n\n" + "-" * 80 + "\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -81,7 +81,7 @@ def _memory(rng: random.Random, family: str, n: int, turns: int) -> list[Item]:
 
 def written_by_hand(name: str) -> list[dict[str, str]]:
     """The rows of a file in ``heldout/``."""
-    return [json.loads(line) for line in (HELDOUT / f"{name}.jsonl").open(encoding="utf-8")]
+    return [json.loads(line) for line in (HELDOUT / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def _written(family: str, name: str, think: bool = False) -> list[Item]:

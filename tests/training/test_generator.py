@@ -1,0 +1,123 @@
+"""The generated corpus: seeded, correct in its sums, and free of what is held out."""
+
+import hashlib
+import random
+import re
+
+import pytest
+
+from training.data import corpus, heldout
+from training.data.chain import chain
+from training.data.chat import ANSWER_WEIGHT
+from training.data.problems import (
+    Problem,
+    Template,
+    chains,
+    from_template,
+    held_numbers,
+    held_structure,
+    problem,
+    templates,
+)
+from training.data.toolchat import tool_chat
+
+# The documents that the model in src/deltaserve/builtin was trained on begin like this; a change here is a new corpus.
+DIGEST = "d6b881256e4c26e0"
+
+
+def digest(seed: int, documents: int) -> str:
+    rng, total = random.Random(seed), hashlib.sha256()
+    for i in range(documents):
+        total.update("".join(text + str(weight) for text, weight in corpus.document(rng, long=i % 3 == 0)).encode())
+    return total.hexdigest()[:16]
+
+
+def check_sums(p: Problem) -> None:
+    """Every written equation holds, and the last one gives the answer."""
+    chains = re.findall(r"\d[\d +*/-]*(?:= [\d +*/-]*\d)+", " ".join(p.lines))
+    assert chains, f"no equation in {p.lines}"
+    for sides in chains:
+        assert len({eval(side) for side in sides.split("=")}) == 1, f"{sides} in {p.question!r}"
+    assert p.solution().endswith(f"\n#### {p.answer}")
+    assert str(p.steps[-1].result) in p.lines[-1]
+
+
+def test_same_seed_same_documents() -> None:
+    assert digest(7, 200) == DIGEST
+    assert digest(8, 20) != digest(7, 20)
+
+
+@pytest.mark.parametrize("template", templates(), ids=lambda t: t.name)
+def test_template(template: Template) -> None:
+    rng = random.Random(template.name)
+    made = [p for p in (from_template(rng, template) for _ in range(30)) if p]
+    assert len(made) >= 2, "a template whose numbers hardly ever fit is of no use"
+    for p in made:
+        assert not re.search(r"[{}|%]|\+s\b|\w\+", p.question.replace("%", "", 1)), f"unfilled slot: {p.question!r}"
+        assert p.question[0].isupper() or p.question[0].isdigit() or p.question[0] == "$"
+        check_sums(p)
+
+
+def test_chains() -> None:
+    rng = random.Random(3)
+    for template in chains():
+        for _ in range(20):
+            p = chain(rng, template)
+            assert p is not None
+            check_sums(p)
+            assert "{" not in p.question
+
+
+def test_training_holds_out_numbers_and_structures() -> None:
+    rng = random.Random(4)
+    for _ in range(400):
+        p = corpus.training_problem(rng)
+        assert not held_numbers(p)
+        assert not held_structure(p)
+        assert corpus.normal(p.question) not in corpus.forbidden()
+    assert held_numbers(problem(rng, "numbers"))
+    assert held_structure(problem(rng, "structures"))
+
+
+def test_training_holds_out_other_families_by_text() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        assert not corpus.held(corpus.small_turn(rng).user)
+    held = [t.user for t in (tool_chat(rng) for _ in range(400)) if corpus.held(t.user)]
+    assert held, "one in 24 requests is held out"
+    documents = ["".join(text for text, _ in corpus.tool_document(rng)) for _ in range(200)]
+    assert not any(f"user\n{user}<|im_end|>" in text for user in held for text in documents)
+
+
+def test_no_evaluation_prompt_is_drawn_for_training() -> None:
+    families = ("sums", "arithmetic", "text", "JSON", "lookup", "about", "what it")
+    items = [i for i in heldout.items(12, long=False) if i.family.startswith(families) and i.messages]
+    asked = {i.messages[-1]["content"] for i in items}
+    assert len(asked) > 60
+    rng = random.Random(6)
+    for _ in range(300):
+        for text, weight in corpus.document(rng):
+            user = text.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n")
+            assert weight == ANSWER_WEIGHT or user not in asked, f"trained on {user!r}"
+
+
+def test_hand_written_sums_are_in_no_template_s_words() -> None:
+    """No hand-written test sum equals a generated one with the numbers taken out."""
+
+    def skeleton(text: str) -> str:
+        return re.sub(r"\d+", "#", corpus.normal(text))
+
+    written = {skeleton(row["question"]) for row in heldout.written_by_hand("hand_written")}
+    assert len(written) == 100
+    assert not written & {skeleton(row["question"]) for row in heldout.written_by_hand("hand_written_dev")}
+    rng = random.Random(9)
+    assert not written & {skeleton(problem(rng).question) for _ in range(1500)}
+
+
+def test_expected_answers_count_as_right_and_others_as_wrong() -> None:
+    for item in heldout.items(8, long=False):
+        if item.family.startswith("hand-written") or "prototype" in item.family:
+            continue
+        assert heldout.correct(item, item.want, ended=True), item
+        assert not heldout.correct(item, "I like 12 trains.", ended=True)
+        assert item.family == "sums, five shots" or not heldout.correct(item, item.want, ended=False)
