@@ -36,6 +36,7 @@ class ScriptedEngine:
     def __init__(self, config: EngineConfig, step_seconds: float) -> None:
         self.config = config
         self.step_seconds = step_seconds
+        self.max_running = config.max_num_seqs
         self.max_model_len = config.max_model_len or 4096
         self.waiting: list[Request] = []
         self.running: dict[str, Running] = {}
@@ -66,7 +67,7 @@ class ScriptedEngine:
 
     def step(self) -> list[Output]:
         time.sleep(self.step_seconds)
-        while self.waiting and len(self.running) < self.config.max_num_seqs:
+        while self.waiting and len(self.running) < self.max_running:
             request = self.waiting.pop(0)
             self.running[request.request_id] = Running(request)
             self.prefilled += len(request.prompt_token_ids)
@@ -168,6 +169,13 @@ def fast(config: EngineConfig) -> tuple[ScriptedEngine, EngineInfo]:
 def slow(config: EngineConfig) -> tuple[ScriptedEngine, EngineInfo]:
     """A step takes ten milliseconds."""
     return make(config, 0.01)
+
+
+def cramped(config: EngineConfig) -> tuple[ScriptedEngine, EngineInfo]:
+    """Memory for two requests, fewer than there are seats."""
+    engine, info = make(config, 0.01)
+    engine.max_running = 2
+    return engine, info
 
 
 def refusing(config: EngineConfig) -> tuple[ScriptedEngine, EngineInfo]:

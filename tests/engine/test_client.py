@@ -173,6 +173,17 @@ def test_overload_is_refused() -> None:
     run(test)
 
 
+def test_seats_without_memory_are_no_room() -> None:
+    async def test() -> None:
+        async with running("cramped", max_num_seqs=8, max_waiting=2) as client:
+            client.submit([ask(f"r{i}", 500) for i in range(4)])
+            await eventually(lambda: (client.stats.running, client.stats.waiting) == (2, 2))
+            with pytest.raises(OverloadedError):
+                client.submit([ask("one more")])
+
+    run(test)
+
+
 def test_no_waiting_still_lets_requests_run() -> None:
     async def test() -> None:
         async with running("slow", max_num_seqs=2, max_waiting=0) as client:

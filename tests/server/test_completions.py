@@ -68,6 +68,8 @@ def test_n_answers_of_several_prompts_in_order(server: Running) -> None:
     prompt_tokens = len(IDS) + len(TOKENIZER.encode("two "))
     assert body["usage"]["prompt_tokens"] == prompt_tokens
     assert body["usage"]["completion_tokens"] == 12
+    cached = len(IDS) // 2 + len(TOKENIZER.encode("two ")) // 2
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == cached, "of each prompt once"
 
 
 def test_a_stream_gives_the_same(server: Running) -> None:
