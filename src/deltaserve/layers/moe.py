@@ -33,7 +33,9 @@ class SparseMoe(nn.Module):
         self.router = Linear(hidden_size, num_experts + 1, dtype, device)
         """Rows: one per expert, then the shared expert's gate."""
         self.w13 = weight(num_experts, 2 * inner_size, hidden_size, dtype=dtype, device=device)
-        self.w2 = weight(num_experts, hidden_size, inner_size, dtype=dtype, device=device)
+        # [E, D, I] in shape, [E, I, D] in memory: rows of several experts make one matrix.
+        w2_EID = torch.empty(num_experts, inner_size, hidden_size, dtype=dtype, device=device)
+        self.w2 = nn.Parameter(w2_EID.transpose(1, 2), requires_grad=False)
         self.shared_expert = SwiGLU(hidden_size, shared_size, dtype, device)
 
     def forward(self, x_TD: Tensor) -> Tensor:

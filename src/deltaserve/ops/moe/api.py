@@ -30,7 +30,7 @@ def experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, 
     Name       Shape        Dtype       Meaning
     x          [T, D]       any float   input
     w13        [E, 2I, D]   as x        rows of the gate projection, then of the up projection
-    w2         [E, D, I]    as x        down projection
+    w2         [E, D, I]    as x        down projection. Fastest as the transpose of an [E, I, D] tensor
     weights    [T, K]       float32     from `route`
     ids        [T, K]       int64       from `route`; no id twice in a row
     returns    [T, D]       as x

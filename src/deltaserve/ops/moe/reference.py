@@ -12,7 +12,7 @@ from torch.nn.functional import linear, silu
 
 from deltaserve.ops.numeric import cast, wide_dtype
 
-CALL_WORK = 1 << 17
+CALL_WORK = 1 << 18
 """Multiplications of one expert that cost about as much as the calls for it."""
 
 
@@ -38,9 +38,10 @@ def experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, 
 def gathered_experts(x_1D: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_1K: Tensor, ids_1K: Tensor) -> Tensor:
     """One token."""
     id_K, top_k, width = ids_1K.view(-1), ids_1K.shape[1], w2_EDI.shape[1]
-    hidden_K1I = linear(x_1D, w13_E2ID.index_select(0, id_K).view(-1, width)).view(top_k, 1, -1)
-    active_K1I = _swiglu(hidden_K1I, weights_1K.view(-1, 1, 1))
-    return torch.bmm(cast(active_K1I, x_1D.dtype), w2_EDI.index_select(0, id_K).transpose(1, 2)).sum(0)
+    hidden_KI = linear(x_1D, w13_E2ID.index_select(0, id_K).view(-1, width)).view(top_k, -1)
+    active_KI = _swiglu(hidden_KI, weights_1K.view(-1, 1))
+    w2_KID = w2_EDI.transpose(1, 2).index_select(0, id_K)
+    return torch.mm(cast(active_KI, x_1D.dtype).view(1, -1), w2_KID.view(-1, width))
 
 
 def all_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def all_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tens
     weights_TE1 = weights_TK.new_zeros(x_TD.shape[0], num_experts).scatter_(1, ids_TK, weights_TK)[..., None]
     # An expert that was not chosen may overflow; zero times infinity would be NaN.
     active_TEI = _swiglu(hidden_TEI, weights_TE1).masked_fill_(weights_TE1 == 0, 0)
-    return torch.bmm(cast(active_TEI, x_TD.dtype).transpose(0, 1), w2_EDI.transpose(1, 2)).sum(0)
+    return torch.mm(cast(active_TEI, x_TD.dtype).flatten(1), w2_EDI.transpose(1, 2).reshape(-1, width))
 
 
 def grouped_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
@@ -58,14 +59,8 @@ def grouped_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: 
     counts = torch.bincount(ids_TK.flatten(), minlength=num_experts).tolist()
 
     def project(input_PX: Tensor, weight_EYX: Tensor) -> Tensor:
-        output_PY = input_PX.new_empty(input_PX.shape[0], weight_EYX.shape[1])
-        first = 0
-        for expert, count in enumerate(counts):
-            if count:
-                here = slice(first, first + count)
-                output_PY[here] = linear(input_PX[here], weight_EYX[expert])
-                first += count
-        return output_PY
+        groups = enumerate(input_PX.split_with_sizes(counts))
+        return torch.cat([linear(group, weight_EYX[expert]) for expert, group in groups if counts[expert]])
 
     hidden_PI = project(x_TD.index_select(0, order_P // top_k), w13_E2ID)
     active_PI = _swiglu(hidden_PI, weights_TK.flatten().index_select(0, order_P)[:, None])
