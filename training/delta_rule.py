@@ -113,7 +113,7 @@ def _output_backward(
 
 def one_config_per_kernel() -> None:
     """Keeps one configuration of each autotuned Triton kernel: tuning them all costs more than it saves here."""
-    from triton.runtime import autotuner  # type: ignore[import-untyped]
+    from triton.runtime import autotuner
 
     original = autotuner.Autotuner.__init__
 
