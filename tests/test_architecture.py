@@ -114,7 +114,7 @@ def check_torch_free(path: str, source: str) -> Iterator[str]:
 FENCES: dict[str, tuple[str, tuple[str, ...]]] = {
     "speculation": (
         r"draft\w*?|verif(?:y|ies|ied|ying|ication)|accepted|acceptance",
-        ("scheduler/*", "core/*", "runner/sampling.py", "runner/draft.py", "*/metrics.py"),
+        ("scheduler/*", "core/*", "runner/sampling.py", "runner/draft.py", "runner/runner.py", "*/metrics.py"),
     ),
     "slot": (
         r"slots?",
@@ -127,6 +127,7 @@ FENCES: dict[str, tuple[str, tuple[str, ...]]] = {
             "engine/compare.py",  # leaves the config's num_slots open
             "runner/inputs.py",
             "runner/memory.py",
+            "runner/draft.py",  # the hidden state is kept per slot
             "layers/context.py",
             "ops/layout.py",
             "ops/gated_delta/*",

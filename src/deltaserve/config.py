@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Switch = Literal["on", "off"]
+Speculation = Literal["auto", "0", "1", "2", "3", "4", "5", "6", "7", "8"]
 StateDType = Literal["float32", "bfloat16", "float64"]
 
 
@@ -38,11 +39,17 @@ class EngineConfig:
     num_blocks: int | None = option(None, "KV blocks of 64 tokens; by default from the cache memory")
     num_slots: int | None = option(None, "state slots; by default from max_num_seqs")
     prefix_cache: Switch = option("on", "keep the memory of finished prefixes, for prompts that begin alike")
+    speculative_tokens: Speculation = option(
+        "auto", "most tokens guessed ahead by the MTP layer; auto is 3 where the checkpoint has one"
+    )
     num_threads: int | None = option(None, "CPU threads of the tensor library; by default its own choice")
     max_waiting: int = option(1024, "requests that may wait; one more is answered 503")
     seed: int = option(0, "seeds requests that bring none")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "speculative_tokens", str(self.speculative_tokens))  # 3 means "3"
+        if self.speculative_tokens not in get_args(Speculation):
+            raise ValueError(f"speculative_tokens is {self.speculative_tokens}; it must be auto, or 0 to 8")
         for name in (
             "max_model_len",
             "max_num_seqs",

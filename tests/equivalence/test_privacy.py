@@ -12,7 +12,7 @@ from deltaserve.config import EngineConfig
 from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.engine import Engine
 from deltaserve.layers.context import ForwardContext
-from deltaserve.runner.runner import Model
+from deltaserve.runner.model import Model
 
 SECRET = [7 + number % 1500 for number in range(100)]
 OTHER = [11, 500, 42]
@@ -21,12 +21,17 @@ OTHER = [11, 500, 42]
 class Recorder:
     """Keeps all logits that a model gives."""
 
+    mtp = None
+
     def __init__(self, model: Model) -> None:
         self.model = model
         self.logits_seen: list[Tensor] = []
 
     def __call__(self, token_ids_T: Tensor, context: ForwardContext) -> Tensor:
         return self.model(token_ids_T, context)
+
+    def look_ahead(self, token_ids_T: Tensor, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        return self.model.look_ahead(token_ids_T, hidden_TD, context)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         self.logits_seen.append(self.model.logits(hidden_ND).clone())
@@ -36,7 +41,14 @@ class Recorder:
 def make_engine() -> tuple[Engine, Recorder]:
     """One slot and just the blocks of the longest sequence: whoever comes next sits where the one before sat."""
     engine = Engine(
-        EngineConfig(max_num_seqs=1, max_num_batched_tokens=32, max_model_len=256, num_blocks=4, num_slots=1)
+        EngineConfig(
+            max_num_seqs=1,
+            max_num_batched_tokens=32,
+            max_model_len=256,
+            num_blocks=4,
+            num_slots=1,
+            speculative_tokens="0",
+        )
     )
     assert engine.workers.runner is not None
     recorder = Recorder(engine.workers.runner.model)

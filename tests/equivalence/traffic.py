@@ -90,7 +90,7 @@ class Traffic:
             "max_tokens": max_tokens,
             "seed": draw.getrandbits(60),
             "ignore_eos": draw.random() < 0.7,
-            "stop_token_ids": tuple(draw.choices(vocab, k=draw.choice([0, 0, 0, 2]))),
+            "stop_token_ids": tuple(draw.choices(vocab, k=draw.choice([0, 0, 2, 30]))),
             "logprobs": draw.choice([None, None, 0, 4]),
             "prompt_logprobs": prompt_logprobs,
         }

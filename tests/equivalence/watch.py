@@ -35,14 +35,16 @@ class WatchedWorkers(Workers):
 
     def step(self, plan: Plan) -> Result:
         pools = self.pools
-        before = [bits(pool).clone() for pool in (*pools.kv, *pools.conv, *pools.state)]
+        before = [bits(pool).clone() for pool in (*pools.kv, *pools.per_slot)]
         result = super().step(plan)
-        slots, places = self._written(plan)
-        after = [bits(pool) for pool in (*pools.kv, *pools.conv, *pools.state)]
+        slots, places, ahead = self._written(plan)
+        after = [bits(pool) for pool in (*pools.kv, *pools.per_slot)]
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
             if number < len(pools.kv):
                 changed_NB = (old != new).flatten(3).any(-1).any(0)
-                stray = {(int(block), int(offset)) for block, offset in changed_NB.nonzero()} - places
+                is_mtp = len(pools.hidden) > 0 and number == len(pools.kv) - 1
+                legal = ahead if is_mtp else places
+                stray = {(int(block), int(offset)) for block, offset in changed_NB.nonzero()} - legal
                 assert not stray, f"{plan}: keys or values of (block, offset) {stray} changed"
             else:
                 changed_S = (old != new).flatten(1).any(-1)
@@ -52,17 +54,22 @@ class WatchedWorkers(Workers):
         self.num_chunks += sum(not row.samples for row in plan.rows)
         return result
 
-    def _written(self, plan: Plan) -> tuple[set[int], set[tuple[int, int]]]:
+    def _written(self, plan: Plan) -> tuple[set[int], set[tuple[int, int]], set[tuple[int, int]]]:
+        """Slots; (block, offset) of keys and values; and those of the MTP layer, whose entries run ahead."""
         for seating in plan.seatings:
             self.tables[seating.seat] = list(seating.blocks)
         slots: set[int] = set()
         places: set[tuple[int, int]] = set()
+        ahead: set[tuple[int, int]] = set()
         for row in plan.rows:
             self.tables[row.seat] += row.new_blocks
             slots.update(slot for slot in row.write_slots if slot >= 0)
             table = self.tables[row.seat]
-            places.update((table[t // BLOCK], t % BLOCK) for t in range(row.start, row.start + row.num_tokens))
-        return slots, places
+            end = row.start + row.num_tokens
+            places.update((table[t // BLOCK], t % BLOCK) for t in range(row.start, end))
+            last = min(end + max(row.num_propose, 1), len(table) * BLOCK)
+            ahead.update((table[t // BLOCK], t % BLOCK) for t in range(max(row.start, 1), last))
+        return slots, places, ahead
 
 
 class Watched:
@@ -85,7 +92,7 @@ class Watched:
         [cache] = self.caches
         blocks, slots = ([i for i, refs in enumerate(pool.refs) if not refs] for pool in (cache._blocks, cache._slots))
         left = [pool[:, blocks] for pool in self.pools.kv]
-        left += [pool[slots] for pool in (*self.pools.conv, *self.pools.state)]
+        left += [pool[slots] for pool in self.pools.per_slot]
         for pool in left:
             assert torch.equal(bits(pool), bits(torch.full_like(pool, self.poison))), "memory was changed after its end"
 

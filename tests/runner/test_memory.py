@@ -56,8 +56,8 @@ def test_bytes_of_the_80b_shapes() -> None:
     assert sizes.slot == 75_497_472 + 1_769_472
     half = footprint(model, torch.bfloat16, torch.bfloat16, weights=0)
     assert half == replace(sizes, slot=37_748_736 + 1_769_472)
-    assert footprint(model, torch.bfloat16, torch.float32, weights=0, extra_kv_layers=1) == replace(
-        sizes, block=64 * 26 * 1024
+    assert footprint(model, torch.bfloat16, torch.float32, weights=0, with_mtp=True) == replace(
+        sizes, block=64 * 26 * 1024, slot=sizes.slot + 2048 * 2
     )
 
 

@@ -27,11 +27,16 @@ def after(token: int) -> int:
 class Threes:
     """Hidden states are the tokens themselves. Token BAD makes its logits NaN."""
 
+    mtp = None
+
     def __init__(self) -> None:
         self.asked: list[int] = []
 
     def __call__(self, token_ids_T: Tensor, context: ForwardContext) -> Tensor:
         return token_ids_T[:, None].float()
+
+    def look_ahead(self, token_ids_T: Tensor, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        raise AssertionError("the model has no MTP layer")
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         self.asked.append(len(hidden_ND))

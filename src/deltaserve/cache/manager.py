@@ -46,6 +46,8 @@ class Placement:
     """The state before the row's first token; NO_SLOT is the zero state."""
     write_slots: tuple[int, ...]
     """The state after each token; NO_SLOT is not kept."""
+    ahead: int
+    """Tokens behind the row's that have room already."""
 
     def fill(self, row: Row) -> Row:
         """The row, with its memory."""
@@ -142,15 +144,19 @@ class CacheManager:
         self.release(lease)
         return None
 
-    def place(self, lease: Lease, n: int, keep: int) -> Placement | None:
+    def place(self, lease: Lease, n: int, keep: int, ahead: int = 0) -> Placement | None:
         """Room for the next `n` tokens, of which one of the last `keep` becomes the last true one.
+
+        ahead: room for so many more behind them is wished for; all of it is given, or none.
 
         None: no room now, and nothing has changed. Every placement is followed by one `commit`, or by `release`.
         """
         assert 1 <= keep <= min(n, self.max_keep), f"keeps {keep} of {n} tokens and may keep {self.max_keep}"
         assert lease.own, "a released lease is placed"
         assert not lease.num_placed, "a lease with a row in flight is placed"
-        new = self._take_blocks(self.num_missing(lease, lease.num_done + n))
+        new = self._take_blocks(self.num_missing(lease, lease.num_done + n + ahead))
+        if new is None and ahead:
+            new, ahead = self._take_blocks(self.num_missing(lease, lease.num_done + n)), 0
         if new is None:
             return None
         lease.blocks += new
@@ -165,7 +171,7 @@ class CacheManager:
                     continue
                 lease.spares.append((spare[0], boundary))
                 write_slots[inside] = spare[0]
-        return Placement(tuple(new), lease.read, tuple(write_slots))
+        return Placement(tuple(new), lease.read, tuple(write_slots), ahead)
 
     def commit(self, lease: Lease, kept: int, token_ids: Sequence[int]) -> None:
         """The first `kept` tokens of the row in flight became the truth. `token_ids`: the sequence, at least so far."""

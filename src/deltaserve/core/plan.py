@@ -40,6 +40,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_drafts: int = 0
     """How many of the tokens, at the end, are drafts to be verified."""
+    num_propose: int = 0
+    """How many tokens to draft behind the one that the row samples. All of them are in the seat's table then, and
+    there are KV blocks for `num_propose` tokens behind the row's."""
     samples: bool
     """The row reaches the end of the known tokens: its result has at least one new token."""
     new_blocks: tuple[int, ...] = ()
@@ -48,6 +51,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The state before the row's first token."""
     write_slots: tuple[int, ...] = ()
     """The state after each token; one per token."""
+
+    @property
+    def num_guesses(self) -> int:
+        """The drafts, for those who only need to know that these tokens may turn out wrong."""
+        return self.num_drafts
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

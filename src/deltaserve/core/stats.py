@@ -52,6 +52,12 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Counter: drafts that were verified."""
     accepted_tokens: int
     """Counter: drafts that were right."""
+    drafted_at: dict[int, int] = {}
+    """Counter by place in the chain, from 0: drafts that were verified."""
+    accepted_at: dict[int, int] = {}
+    """Counter by place in the chain, from 0: drafts that were right, as were all before them."""
+    tokens_a_step: dict[int, int] = {}
+    """Counter by tokens, from 1: rows of requests past their prompt that gave so many."""
     preemptions: int
     """Counter: times a running request was sent back to wait."""
     finished: dict[str, int]

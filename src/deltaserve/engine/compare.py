@@ -96,6 +96,7 @@ def compare(
         max_num_batched_tokens=max(1, num_prompt),
         num_blocks=None,
         num_slots=None,
+        speculative_tokens="0",
     )
     blueprint = Blueprint.draw(config)
     prompt_ids = _prompt(prompt, blueprint.model.vocab_size)

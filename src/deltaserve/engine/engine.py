@@ -19,6 +19,7 @@ from deltaserve.engine.workers import Workers
 from deltaserve.model_config import ModelConfig
 from deltaserve.runner.blueprint import Blueprint
 from deltaserve.scheduler.scheduler import Scheduler
+from deltaserve.scheduler.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Engine:
             max_model_len=memory.max_model_len,
             eos_token_ids=sorted({*blueprint.model.eos_token_ids, *self.generation_defaults.eos_token_ids}),
             seed=config.seed,
+            speculation=Speculation(blueprint.num_guesses),
         )
         self._unusable: Exception | None = None
 

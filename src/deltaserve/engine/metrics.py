@@ -5,7 +5,8 @@ Knows Prometheus and the engine's Stats; no HTTP and no text. Every instance has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -46,10 +47,13 @@ COUNTERS: list[tuple[str, str, Callable[[Stats], float]]] = [
     ("accepted_tokens", "Drafts that were right.", lambda s: s.accepted_tokens),
     ("preemptions", "Times that a running request was sent back to wait.", lambda s: s.preemptions),
 ]
-LABELLED: list[tuple[str, str, Callable[[Stats], dict[str, int]]]] = [
-    ("requests_finished", "Requests that came to their end, by finish reason.", lambda s: s.finished),
-    ("requests_aborted", "Requests that were ended early, by reason.", lambda s: s.aborts),
-    ("lost_prompt_tokens", "Prompt tokens wanted and not saved, by reason.", lambda s: s.lost_tokens),
+LABELLED: list[tuple[str, str, str, Callable[[Stats], Mapping[Any, int]]]] = [
+    ("requests_finished", "Requests that came to their end, by finish reason.", "reason", lambda s: s.finished),
+    ("requests_aborted", "Requests that were ended early, by reason.", "reason", lambda s: s.aborts),
+    ("lost_prompt_tokens", "Prompt tokens wanted and not saved, by reason.", "reason", lambda s: s.lost_tokens),
+    ("draft_tokens_at", "Drafts that were verified, by their place in the chain.", "place", lambda s: s.drafted_at),
+    ("accepted_tokens_at", "Drafts that were right, by their place in the chain.", "place", lambda s: s.accepted_at),
+    ("rows", "Rows of requests past their prompt, by the tokens they gave.", "tokens", lambda s: s.tokens_a_step),
 ]
 
 
@@ -69,10 +73,10 @@ class StatsCollector(Collector):
             yield GaugeMetricFamily(f"deltaserve_{name}", text, value=read(stats))
         for name, text, read in COUNTERS:
             yield CounterMetricFamily(f"deltaserve_{name}", text, value=read(stats))
-        for name, text, count in LABELLED:
-            family = CounterMetricFamily(f"deltaserve_{name}", text, labels=["reason"])
-            for reason, value in sorted(count(stats).items()):
-                family.add_metric([reason], value)
+        for name, text, label, count in LABELLED:
+            family = CounterMetricFamily(f"deltaserve_{name}", text, labels=[label])
+            for kind, value in sorted(count(stats).items()):
+                family.add_metric([str(kind)], value)
             yield family
 
 

@@ -20,8 +20,9 @@ class Workers:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         it = blueprint
-        model = load_model(it.path, it.model, it.dtype, it.device, progress=True)
-        pools = allocate(it.model, it.memory, it.dtype, it.state_dtype, fill)
+        with_mtp = it.num_guesses > 0
+        model = load_model(it.path, it.model, it.dtype, it.device, progress=True, with_mtp=with_mtp)
+        pools = allocate(it.model, it.memory, it.dtype, it.state_dtype, fill, with_mtp)
         self.runner: Runner | None = Runner(model, it.model.vocab_size, it.memory, pools, it.dtype)
 
     def step(self, plan: Plan) -> Result:

@@ -24,7 +24,7 @@ from deltaserve.models.hub import resolve
 from deltaserve.models.names import Choice, Form, Piece, model_choices, mtp_choices
 from deltaserve.models.qwen3_next import Qwen3Next
 
-__all__ = ["checkpoint_tensors", "empty_model", "load_model", "plan_loading", "resolve"]
+__all__ = ["checkpoint_tensors", "empty_model", "has_mtp", "load_model", "plan_loading", "resolve"]
 
 DTYPES = ("F32", "BF16", "F16")
 BATCH_BYTES = 64 << 20
@@ -43,30 +43,42 @@ class Job:
     piece: Piece
 
 
-def empty_model(config: ModelConfig, dtype: torch.dtype) -> Qwen3Next:
+def has_mtp(path: Path) -> bool:
+    """Whether the checkpoint folder holds an MTP layer: no config.json says so. Raises ValueError as `read_headers`."""
+    return any(name.startswith("mtp.") for name in read_headers(path))
+
+
+def empty_model(config: ModelConfig, dtype: torch.dtype, with_mtp: bool = False) -> Qwen3Next:
     """The model's shapes and dtypes, as `load_model` would fill them; nothing is allocated."""
-    return Qwen3Next(config, dtype, torch.device("meta"))
+    return Qwen3Next(config, dtype, torch.device("meta"), with_mtp)
 
 
 def load_model(
-    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: bool = True
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool = True,
+    with_mtp: bool = False,
 ) -> Qwen3Next:
     """The model of the checkpoint folder `path`, its weights in `dtype` on `device`; norms and decays stay in float32.
+    Its MTP layer is loaded if asked for, and set aside otherwise.
 
     Raises ValueError naming file, tensor, what is expected and what was found, and the way out.
     """
-    jobs = plan_loading(path, config)
-    model = Qwen3Next(config, dtype, device)
+    jobs = plan_loading(path, config, with_mtp)
+    model = Qwen3Next(config, dtype, device, with_mtp)
     _fill(model, jobs, progress)
     return model.eval()
 
 
-def plan_loading(path: Path, config: ModelConfig) -> list[Job]:
+def plan_loading(path: Path, config: ModelConfig, with_mtp: bool = False) -> list[Job]:
     """Match the checkpoint's headers with the table of names. Raises ValueError as `load_model`; reads no tensor."""
     found = _common_names(read_headers(path))
     mtp = {name for name in found if name.startswith("mtp.")}
     pieces = _pick_forms(model_choices(config), set(found))
-    aside = _pick_forms(mtp_choices(config), mtp) if mtp else {}
+    extra = _pick_forms(mtp_choices(config), mtp) if mtp or with_mtp else {}
+    pieces, aside = (pieces | extra, {}) if with_mtp else (pieces, extra)
     missing = [name for name in pieces if name not in found]
     surplus = [name for name in found if name not in pieces and name not in aside]
     if missing or surplus:
@@ -74,9 +86,10 @@ def plan_loading(path: Path, config: ModelConfig) -> list[Job]:
     jobs = [Job(original, info, pieces[name]) for name, (original, info) in found.items() if name in pieces]
     for job in jobs:
         _check_tensor(job.name, job.info, job.piece)
-    for name in mtp:
-        _check_tensor(name, found[name][1], aside[name])
-    if mtp:
+    for name in aside:
+        if name in mtp:
+            _check_tensor(name, found[name][1], aside[name])
+    if mtp and not with_mtp:
         families = sorted({re.sub(r"\.experts\.\d+\.", ".experts.*.", name) for name in mtp})
         logging.getLogger(__name__).info("set aside %d tensors of the MTP layer: %s", len(mtp), ", ".join(families))
     return jobs

@@ -52,10 +52,10 @@ def model_choices(config: ModelConfig) -> Iterator[Choice]:
 def mtp_choices(config: ModelConfig) -> Iterator[Choice]:
     """The tensors of the MTP layer, which a checkpoint may hold beside the model's."""
     hidden = config.hidden_size
-    yield ({"mtp.fc.weight": Piece((hidden, 2 * hidden), "fc.weight")},)
+    yield ({"mtp.fc.weight": Piece((hidden, 2 * hidden), "mtp.fc.weight")},)
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        yield ({f"mtp.{name}.weight": _norm(hidden, name)},)
-    yield from _block("mtp.layers.0.", "layer.", config, "full", "moe" if config.num_experts else "dense")
+        yield ({f"mtp.{name}.weight": _norm(hidden, f"mtp.{name}")},)
+    yield from _block("mtp.layers.0.", "mtp.layer.", config, "full", "moe" if config.num_experts else "dense")
 
 
 def _block(prefix: str, to: str, config: ModelConfig, kind: str, mlp_kind: str) -> Iterator[Choice]:

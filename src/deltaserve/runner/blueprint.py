@@ -12,10 +12,12 @@ import torch
 
 from deltaserve.config import EngineConfig
 from deltaserve.model_config import ModelConfig, load_config_json
-from deltaserve.models.load import empty_model, plan_loading, resolve
+from deltaserve.models.load import empty_model, has_mtp, plan_loading, resolve
 from deltaserve.ops.layout import BLOCK
 from deltaserve.runner.device import choose_device, choose_dtype, free_memory, state_dtype
 from deltaserve.runner.memory import SNAPSHOT_SHARE, MemoryPlan, footprint, solve, weight_bytes
+
+AUTO_GUESSES = 3
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Blueprint:
     num_parameters: int
     memory: MemoryPlan
     keeps_prefixes: bool
+    num_guesses: int
+    """Most tokens that the MTP layer guesses ahead; 0 leaves it out."""
 
     @classmethod
     def draw(cls, config: EngineConfig) -> Blueprint:
@@ -40,14 +44,15 @@ class Blueprint:
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, device, model.checkpoint_dtype)
         state = state_dtype(config.state_dtype)
-        outline = empty_model(model, dtype)
-        sizes = footprint(model, dtype, state, weight_bytes(outline))
+        num_guesses = _num_guesses(config.speculative_tokens, path)
+        outline = empty_model(model, dtype, num_guesses > 0)
+        sizes = footprint(model, dtype, state, weight_bytes(outline), num_guesses > 0)
         keeps_prefixes = config.prefix_cache == "on"
         share = SNAPSHOT_SHARE if keeps_prefixes else 0.0
         free = free_memory(device)
-        memory = solve(config, model.max_position, sizes, device.type, free, snapshot_share=share)
+        memory = solve(config, model.max_position, sizes, device.type, free, 1 + num_guesses, share)
         num_parameters = sum(parameter.numel() for parameter in outline.parameters())
-        return cls(path, model, device, dtype, state, num_parameters, memory, keeps_prefixes)
+        return cls(path, model, device, dtype, state, num_parameters, memory, keeps_prefixes, num_guesses)
 
     def lines(self) -> list[str]:
         """For people, one line each: the model, then the memory plan."""
@@ -63,6 +68,7 @@ class Blueprint:
             f"  {dtypes[0]} with {dtypes[1]} states on {self.device}, context of {model.max_position:,} tokens",
             *self.memory.lines(),
             self._prefix_line(),
+            f"speculation on: up to {self.num_guesses} tokens ahead" if self.num_guesses else "speculation off",
         ]
 
     def _prefix_line(self) -> str:
@@ -75,11 +81,22 @@ class Blueprint:
         )
 
 
+def _num_guesses(wish: str, path: Path) -> int:
+    """Raises ValueError when guesses are asked for and the checkpoint has no layer that makes them."""
+    if wish == "0":
+        return 0
+    if has_mtp(path):
+        return AUTO_GUESSES if wish == "auto" else int(wish)
+    if wish == "auto":
+        return 0
+    raise ValueError(f"speculative_tokens is {wish}, but {path} has no MTP layer (mtp.* tensors); take 0 or auto")
+
+
 def inspect(config: EngineConfig) -> str:
     """What would be built, without reading a weight.
 
     Raises ValueError as `Blueprint.draw`, and for a checkpoint whose files do not hold what its config.json says.
     """
     blueprint = Blueprint.draw(config)
-    plan_loading(blueprint.path, blueprint.model)
+    plan_loading(blueprint.path, blueprint.model, blueprint.num_guesses > 0)
     return "\n".join(blueprint.lines())

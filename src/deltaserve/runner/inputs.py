@@ -32,15 +32,19 @@ class Seats:
     num_blocks   [seats]           how many of them are set
     num_prompt   [seats]           tokens of the prompt
     num_top      [seats]           likely tokens to tell for each prompt token; -1 tells nothing
+    num_ahead    [seats]           the MTP layer's entries are there for positions 1 to num_ahead - 1, since the request
+                                   took its seat
     """
 
     def __init__(self, num_seats: int, max_model_len: int) -> None:
+        self.max_len = max_model_len
         # One token more than the context: the last token is sampled, and never fed.
         self.token_ids = np.zeros((num_seats, max_model_len + 1), dtype=np.int64)
         self.block_table = np.full((num_seats, blocks_of(max_model_len)), -1, dtype=np.int32)
         self.num_blocks = np.zeros(num_seats, dtype=np.int64)
         self.num_prompt = np.zeros(num_seats, dtype=np.int64)
         self.num_top = np.full(num_seats, -1, dtype=np.int64)
+        self.num_ahead = np.zeros(num_seats, dtype=np.int64)
 
     def seat(self, seating: Seating) -> None:
         """A request takes the seat; nothing of the one before is left."""
@@ -49,6 +53,7 @@ class Seats:
         self.num_prompt[seat] = seating.num_prompt
         num_top = seating.params.prompt_logprobs
         self.num_top[seat] = -1 if num_top is None else num_top
+        self.num_ahead[seat] = 0
         self.block_table[seat] = -1
         self.num_blocks[seat] = 0
         self.append_blocks(seat, seating.blocks)
@@ -67,12 +72,14 @@ class Batch:
     Name         Shape  Dtype   Meaning
     token_ids    [T]    int64   tokens to compute, row after row
     context             -       where their memory is
-    last         [N]    int64   the token whose logits give each sampling row's next token, by its number in the step
+    last         [R]    int64   the tokens whose logits give new ones, by their number in the step: of each sampling row
+                                the last one, and one more for each guess at its end
     row_starts   [B+1]  -       first token of each row in the step (numpy)
     sampling     [N]    -       rows that sample (numpy)
     seats        [B]    -       each row's seat (numpy)
     starts       [B]    -       tokens of each row's sequence before the step (numpy)
-    ends         [B]    -       and after it (numpy)
+    ends         [B]    -       and after it (numpy), all guesses included
+    num_guesses  [B]    -       guesses at each row's end (numpy)
     scored              -       (row, likely tokens to tell) of rows whose prompt tokens' logprobs are asked for
     """
 
@@ -84,6 +91,7 @@ class Batch:
     seats: Ints
     starts: Ints
     ends: Ints
+    num_guesses: Ints
     scored: list[tuple[int, int]]
 
 
@@ -103,13 +111,14 @@ class Inputs:
         row_starts = np.concatenate(([0], counts.cumsum()))
         num_tokens = int(row_starts[-1])
         sampling = np.flatnonzero(np.array([row.samples for row in rows]))
+        num_guesses = np.array([row.num_guesses for row in rows], dtype=np.int64)
 
         seat_T = np.repeat(seats, counts)
         position_T = np.arange(num_tokens) + np.repeat(starts - row_starts[:-1], counts)
         block_T = table.block_table[seat_T, position_T // BLOCK].astype(np.int64)
         assert block_T.min() >= 0, "a token has no KV block"
         ends = starts + counts
-        ranges = _alike(counts, plan.num_decode)
+        ranges = alike(counts, plan.num_decode)
         token_ids, read_slot, write_slot, position, kv_index, block_table, context_len, last, *cu_seqlens = to_device(
             self.device,
             table.token_ids[seat_T, position_T],
@@ -119,7 +128,7 @@ class Inputs:
             block_T * BLOCK + position_T % BLOCK,
             table.block_table[seats, : blocks_of(int(ends.max()))],
             ends.astype(np.int32),
-            row_starts[1:][sampling] - 1,
+            _tails(row_starts[1:][sampling], 1 + num_guesses[sampling]),
             *((row_starts[first : end + 1] - row_starts[first]).astype(np.int32) for first, end, _ in ranges),
         )
         segments = tuple(
@@ -141,10 +150,16 @@ class Inputs:
             (int(row), int(num_top[row]))
             for row in np.flatnonzero((num_top >= 0) & (starts + 1 < table.num_prompt[seats]))
         ]
-        return Batch(token_ids, context, last, row_starts, sampling, seats, starts, ends, scored)
+        return Batch(token_ids, context, last, row_starts, sampling, seats, starts, ends, num_guesses, scored)
 
 
-def _alike(counts: Ints, num_decode: int) -> list[tuple[int, int, bool]]:
+def _tails(ends: Ints, lengths: Ints) -> Ints:
+    """The last `lengths[i]` numbers before each of `ends`."""
+    starts = lengths.cumsum() - lengths
+    return np.arange(int(lengths.sum())) + np.repeat(ends - lengths - starts, lengths)
+
+
+def alike(counts: Ints, num_decode: int) -> list[tuple[int, int, bool]]:
     """(first row, row after the last, is a step) of each segment: extending rows of one length, then the rest."""
     cuts = [0, *(1 + np.flatnonzero(np.diff(counts[:num_decode]))), num_decode] if num_decode else [0]
     ranges = [(int(first), int(end), True) for first, end in pairwise(cuts)]

@@ -34,19 +34,20 @@ class Footprint:
     block: int
     """KV of 64 tokens in all full-attention layers."""
     slot: int
-    """Recurrent matrices and conv windows of all gated delta nets, after one token."""
+    """Recurrent matrices and conv windows of all gated delta nets, after one token; with an MTP layer the hidden state
+    too, which its next entry is made of."""
 
 
 def footprint(
-    model: ModelConfig, dtype: torch.dtype, state_dtype: torch.dtype, weights: int, extra_kv_layers: int = 0
+    model: ModelConfig, dtype: torch.dtype, state_dtype: torch.dtype, weights: int, with_mtp: bool = False
 ) -> Footprint:
-    num_kv_layers = model.num_full_layers + extra_kv_layers
+    num_kv_layers = model.num_full_layers + with_mtp
     state = model.gdn_v_heads * model.gdn_k_dim * model.gdn_v_dim * state_dtype.itemsize
     window = (model.conv_width - 1) * model.conv_dim * dtype.itemsize
     return Footprint(
         weights=weights,
         block=num_kv_layers * 2 * BLOCK * model.num_kv_heads * model.head_dim * dtype.itemsize,
-        slot=model.num_gdn_layers * (state + window),
+        slot=model.num_gdn_layers * (state + window) + with_mtp * model.hidden_size * dtype.itemsize,
     )
 
 
@@ -274,23 +275,37 @@ class Pools:
     kv       [2, blocks, BLOCK, G, D]  the model's; keys, then values
     conv     [slots, W - 1, C]         the model's
     state    [slots, Hv, K, V]         chosen apart
+    hidden   [slots, D]                the model's; one with an MTP layer, else none
+
+    An MTP layer's keys and values are the last of `kv`.
     """
 
     kv: tuple[Tensor, ...]
     conv: tuple[Tensor, ...]
     state: tuple[Tensor, ...]
+    hidden: tuple[Tensor, ...] = ()
+
+    @property
+    def per_slot(self) -> tuple[Tensor, ...]:
+        """All pools that are indexed by slot."""
+        return (*self.conv, *self.state, *self.hidden)
 
     def fill_block(self, block: int, value: float) -> None:
         for pool in self.kv:
             pool[:, block] = value
 
     def fill_slot(self, slot: int, value: float) -> None:
-        for pool in (*self.conv, *self.state):
+        for pool in self.per_slot:
             pool[slot] = value
 
 
 def allocate(
-    model: ModelConfig, plan: MemoryPlan, dtype: torch.dtype, state_dtype: torch.dtype, fill: float | None = None
+    model: ModelConfig,
+    plan: MemoryPlan,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    fill: float | None = None,
+    with_mtp: bool = False,
 ) -> Pools:
     """The pools of a plan. Nothing is cleared: whoever gets an id writes before it reads. `fill` is for tests."""
     device = torch.device(plan.device)
@@ -298,11 +313,12 @@ def allocate(
     conv = (plan.num_slots, model.conv_width - 1, model.conv_dim)
     state = (plan.num_slots, model.gdn_v_heads, model.gdn_k_dim, model.gdn_v_dim)
     pools = Pools(
-        kv=tuple(torch.empty(kv, dtype=dtype, device=device) for _ in range(model.num_full_layers)),
+        kv=tuple(torch.empty(kv, dtype=dtype, device=device) for _ in range(model.num_full_layers + with_mtp)),
         conv=tuple(torch.empty(conv, dtype=dtype, device=device) for _ in range(model.num_gdn_layers)),
         state=tuple(torch.empty(state, dtype=state_dtype, device=device) for _ in range(model.num_gdn_layers)),
+        hidden=(torch.empty(plan.num_slots, model.hidden_size, dtype=dtype, device=device),) if with_mtp else (),
     )
     if fill is not None:
-        for pool in (*pools.kv, *pools.conv, *pools.state):
+        for pool in (*pools.kv, *pools.per_slot):
             pool.fill_(fill)
     return pools

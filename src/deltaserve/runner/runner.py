@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import msgspec
 import torch
 from torch import Tensor
 
 from deltaserve.core.plan import Plan, Result, RowResult
 from deltaserve.core.request import TokenLogprobs
-from deltaserve.layers.context import ForwardContext
+from deltaserve.runner.draft import Guesser, LookAhead, guesses_of
 from deltaserve.runner.inputs import Batch, Inputs, Seats
 from deltaserve.runner.memory import MemoryPlan, Pools
+from deltaserve.runner.model import Model
 from deltaserve.runner.sampling import NonFiniteLogitsError, Sampler
 
 LOGITS_BYTES = 64 << 20
 """Logits of known prompt tokens are computed in slices of about this size."""
-
-
-class Model(Protocol):
-    """What the runner asks of a model."""
-
-    def __call__(self, token_ids_T: Tensor, context: ForwardContext) -> Tensor:
-        """The hidden states [T, D] after the final norm."""
-
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        """[N, vocab], float32; float64 of a float64 model."""
 
 
 class Runner:
@@ -40,6 +29,7 @@ class Runner:
         self.seats = Seats(plan.max_num_seqs, plan.max_model_len)
         self.inputs = Inputs(self.seats, pools, device)
         self.sampler = Sampler(plan.max_num_seqs, vocab_size, device, logits_dtype)
+        self.guesser: Guesser | None = None if model.mtp is None else LookAhead(model, self.seats, self.sampler, pools)
         self.slice_len = max(1, LOGITS_BYTES // (vocab_size * logits_dtype.itemsize))
 
     @torch.inference_mode()
@@ -51,8 +41,12 @@ class Runner:
         batch = self.inputs.build(plan)
         hidden_TD = self.model(batch.token_ids, batch.context)
         rows = [RowResult()] * len(plan.rows)
+        known = batch.ends.copy()
         for row, result in zip(batch.sampling.tolist(), self._sample(batch, hidden_TD), strict=True):
             rows[row] = result
+            known[row] += len(result.token_ids) - 1 - batch.num_guesses[row] if result.token_ids else 0
+        if self.guesser is not None:
+            self.guesser.propose(plan, batch, hidden_TD, known)
         for row, num_top in batch.scored:
             rows[row] = self._score(rows[row], batch, row, num_top, hidden_TD)
         return Result(step=plan.step, rows=rows)
@@ -61,12 +55,14 @@ class Runner:
         """The next token of each sampling row; the seats' tables learn it too."""
         if not len(batch.sampling):
             return []
-        seats, ends = batch.seats[batch.sampling].tolist(), batch.ends[batch.sampling].tolist()
+        seats, guesses = batch.seats[batch.sampling].tolist(), batch.num_guesses[batch.sampling].tolist()
+        firsts = (batch.ends - batch.num_guesses)[batch.sampling].tolist()
         # When every token samples (plain decode), there is nothing to pick.
         last_ND = hidden_TD if len(batch.last) == len(hidden_TD) else hidden_TD[batch.last]
-        results = self.sampler.sample(self.model.logits(last_ND), seats, ends).results()
-        for seat, end, result in zip(seats, ends, results, strict=True):
-            self.seats.token_ids[seat, end : end + len(result.token_ids)] = result.token_ids
+        guessed = guesses_of(self.seats, seats, firsts, guesses, hidden_TD.device)
+        results = self.sampler.sample(self.model.logits(last_ND), seats, firsts, guessed).results()
+        for seat, first, result in zip(seats, firsts, results, strict=True):
+            self.seats.token_ids[seat, first : first + len(result.token_ids)] = result.token_ids
         return results
 
     def _score(self, result: RowResult, batch: Batch, row: int, num_top: int, hidden_TD: Tensor) -> RowResult:

@@ -188,6 +188,18 @@ class Sampler:
             self._params.counts.add(row_N, token_BJ[index_N], num_B[index_N])
         return Sampled(token_BJ, num_B, ok_B, *self._look_up(logits_RV, token_R, rows))
 
+    def draft(self, logits_BV: Tensor, seats: Sequence[int], positions: Sequence[int]) -> list[int]:
+        """The tokens [B] that `sample` would give for these logits, without taking them for the truth.
+
+        Parameters, seed and noise are those that the token of this position will be drawn with, so that a draft is
+        right as often as two distributions that are close give the same token for the same noise. Penalties do not see
+        the drafts before it. Logits that are not finite give some token.
+        """
+        rows = _Rows([self._params[seat] for seat in seats], positions, Drafts((0,) * len(seats), self._tensor(())))
+        params = self._params.rows(seats, positions)
+        tokens: list[int] = self._choose(self._adjust(logits_BV, rows, params), rows, params).tolist()
+        return tokens
+
     def prompt_logprobs(self, logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """What the model thought of N known tokens: `logits_NV[i]` are those that predict `token_ids[i]`.
 

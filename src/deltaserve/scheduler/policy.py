@@ -19,9 +19,9 @@ from collections.abc import Sequence as Numbers
 from deltaserve.scheduler.sequence import Sequence
 
 
-def no_drafts(sequence: Sequence) -> int:
-    """How many drafts to verify in the sequence's next row: none, until somebody makes them."""
-    return 0
+def proposed_drafts(sequence: Sequence) -> int:
+    """How many drafts to verify in the sequence's next row: those that were proposed in its last one."""
+    return sequence.num_proposed
 
 
 def share_drafts(budget: int, num_extending: int, wanted: Numbers[int], prompt_tokens: int) -> list[int]:

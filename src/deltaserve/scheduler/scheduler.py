@@ -31,6 +31,7 @@ from deltaserve.core.stats import Stats
 from deltaserve.scheduler import policy
 from deltaserve.scheduler.lines import Lines
 from deltaserve.scheduler.sequence import Sequence
+from deltaserve.scheduler.speculation import Speculation
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ class _Counters:
     cached_tokens: int = 0
     wanted_tokens: int = 0
     generated_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
     preemptions: int = 0
+    drafted_at: dict[int, int] = field(default_factory=dict)
+    accepted_at: dict[int, int] = field(default_factory=dict)
+    tokens_a_step: dict[int, int] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
     aborts: dict[str, int] = field(default_factory=dict)
     lost_tokens: dict[str, int] = field(default_factory=dict)
@@ -71,7 +73,8 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Iterable[int],
         seed: int = 0,
-        num_drafts_for: Callable[[Sequence], int] = policy.no_drafts,
+        num_drafts_for: Callable[[Sequence], int] = policy.proposed_drafts,
+        speculation: Speculation | None = None,
     ) -> None:
         """
         max_num_seqs: seats, the requests that run at once.
@@ -80,6 +83,7 @@ class Scheduler:
         eos_token_ids: end a request that does not ignore them.
         seed: draws the seeds of requests that bring none.
         num_drafts_for: drafts to verify in a sequence's next row; cut to what the cache keeps and the step holds.
+        speculation: says how many drafts a step proposes; None proposes none.
 
         Raises ValueError when a step could not hold one token of each request.
         """
@@ -92,6 +96,7 @@ class Scheduler:
         self._max_num_batched_tokens, self._max_model_len = max_num_batched_tokens, max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
         self._num_drafts_for = num_drafts_for
+        self._speculation = speculation or Speculation(0)
         self._seeds = random.Random(seed)
         self._num_added = 0
         self._in_flight: dict[int, list[_Planned]] = {}
@@ -166,7 +171,8 @@ class Scheduler:
         seated = self._admit(budget)
         seatings = [s.seating() for s in seated]
         sizes = {s.order: 1 + k for s, k in zip(extending, drafts, strict=True)}
-        planned = self._place(sizes | self._share_prompts(budget))
+        num_propose = min(self._speculation.choose(len(extending)), self._cache.max_keep - 1)
+        planned = self._place(sizes | self._share_prompts(budget), num_propose)
         assert planned, "requests wait and none can move"
         assert all(s.lease is not None for s in seated), "a request is let in and sent back in one step"
         planned.sort(key=lambda p: not p.extends)  # stable: each kind stays in the order of arrival
@@ -207,8 +213,11 @@ class Scheduler:
             wanted_tokens=counters.wanted_tokens,
             lost_tokens=dict(counters.lost_tokens),
             generated_tokens=counters.generated_tokens,
-            draft_tokens=counters.draft_tokens,
-            accepted_tokens=counters.accepted_tokens,
+            draft_tokens=sum(counters.drafted_at.values()),
+            accepted_tokens=sum(counters.accepted_at.values()),
+            drafted_at=dict(counters.drafted_at),
+            accepted_at=dict(counters.accepted_at),
+            tokens_a_step=dict(counters.tokens_a_step),
             preemptions=counters.preemptions,
             finished=dict(counters.finished),
             aborts=dict(counters.aborts),
@@ -296,8 +305,9 @@ class Scheduler:
         longest = min(len(sequence.token_ids) + self._cache.max_keep - 1, sequence.max_len)
         return self._cache.num_missing(sequence.lease, longest) + 1
 
-    def _place(self, sizes: dict[int, int]) -> list[_Planned]:
-        """Memory for `sizes` tokens of each running request, by order of arrival; the youngest make room."""
+    def _place(self, sizes: dict[int, int], num_propose: int) -> list[_Planned]:
+        """Memory for `sizes` tokens of each running request, by order of arrival; the youngest make room. Where there
+        is room for `num_propose` drafts behind them, so many are proposed."""
         planned: list[_Planned] = []
         for sequence in list(self._lines.running):
             lease, num_tokens = sequence.lease, sizes.get(sequence.order, 0)
@@ -305,40 +315,46 @@ class Scheduler:
                 continue
             extends = sequence.is_extending
             num_drafts = num_tokens - 1 if extends else 0
-            row = self._place_row(sequence, lease, num_tokens, num_drafts)
+            row = self._place_row(sequence, lease, num_tokens, num_drafts, num_propose)
             while row is None and sequence.lease is not None:
                 if num_drafts:  # drafts cost no request its seat
                     num_tokens, num_drafts = 1, 0
                 else:
                     self._send_back(self._lines.running[-1])
                 if sequence.lease is not None:
-                    row = self._place_row(sequence, lease, num_tokens, num_drafts)
+                    row = self._place_row(sequence, lease, num_tokens, num_drafts, num_propose)
             if row is not None:
                 planned.append(_Planned(sequence, lease, row, extends))
         return planned
 
-    def _place_row(self, sequence: Sequence, lease: Lease, num_tokens: int, num_drafts: int) -> Row | None:
-        placement = self._cache.place(lease, num_tokens, keep=1 + num_drafts)
+    def _place_row(
+        self, sequence: Sequence, lease: Lease, num_tokens: int, num_drafts: int, num_propose: int
+    ) -> Row | None:
+        end = lease.num_done + num_tokens
+        samples = end - num_drafts == len(sequence.token_ids) and sequence.wants_output
+        # A draft is of use if another token may follow it.
+        num_propose = min(num_propose, max(sequence.max_len - end - 2, 0)) if samples else 0
+        placement = self._cache.place(lease, num_tokens, keep=1 + num_drafts, ahead=num_propose)
         if placement is None:
             return None
-        reaches_end = lease.num_done + num_tokens - num_drafts == len(sequence.token_ids)
         row = Row(
             seat=sequence.seat,
             start=lease.num_done,
             num_tokens=num_tokens,
             num_drafts=num_drafts,
-            samples=reaches_end and sequence.wants_output,
+            num_propose=placement.ahead,
+            samples=samples,
         )
         return placement.fill(row)
 
     def _commit_row(self, planned: _Planned, result: RowResult) -> Output | None:
         sequence, row, counters = planned.sequence, planned.row, self._counters
         if planned.extends:
-            counters.draft_tokens += row.num_drafts
-            counters.accepted_tokens += max(len(result.token_ids) - 1, 0)
+            self._count_drafts(row.num_drafts, max(len(result.token_ids) - 1, 0))
         else:
             counters.prefilled_tokens += row.num_tokens
         output, kept = sequence.take(row, result)
+        sequence.num_proposed = row.num_propose
         failed = result.error is not None
         if not failed:
             self._cache.commit(planned.lease, kept, sequence.token_ids)
@@ -348,6 +364,15 @@ class Scheduler:
                 counters.finished[output.finish_reason] = counters.finished.get(output.finish_reason, 0) + 1
                 self._end(sequence, withdraw=failed)
         return output
+
+    def _count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Of one row that extends. A row that failed accepts none."""
+        counters = self._counters
+        for counter, number in ((counters.drafted_at, num_drafts), (counters.accepted_at, num_accepted)):
+            for place in range(number):
+                counter[place] = counter.get(place, 0) + 1
+        counters.tokens_a_step[1 + num_accepted] = counters.tokens_a_step.get(1 + num_accepted, 0) + 1
+        self._speculation.observe(num_drafts, num_accepted)
 
     def _send_back(self, sequence: Sequence) -> None:
         self._cache.release(self._lines.stand(sequence))

@@ -50,6 +50,8 @@ class Sequence:
     """Prompt tokens that the first admission did not have to compute."""
     has_spoken: bool = False
     """Its first output is out."""
+    num_proposed: int = 0
+    """Drafts that its seat holds behind its last token."""
     _prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     _stop_ids: frozenset[int] = frozenset()
 
@@ -114,6 +116,7 @@ class Sequence:
         assert self.lease is None, f"{self.request_id} takes a second seat"
         self.lease, self.seat = lease, seat
         self.prompt_end = len(self.token_ids)
+        self.num_proposed = 0
         self._prompt_logprobs = [None]
         if self.num_cached is None:
             self.num_cached = lease.num_done

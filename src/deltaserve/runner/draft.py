@@ -1,0 +1,164 @@
+"""Drafts: tokens guessed behind the known ones, which the next step verifies. Knows no scheduler and no cache.
+
+A drafter fills the seats' tables in two moves, after the tokens of a step are known:
+
+1. It gives the MTP layer its entries for the tokens of the step, the one that was sampled included. Entry j needs the
+   hidden state after token j - 1; that of the token before the row's first one is in the row's read slot. Entries
+   behind the last true token are wrong, are seen by no true one, and are written anew by the next step.
+2. From the entry of the last true token it chains: draft, entry of the draft (from the layer's own output), next draft.
+
+A draft is drawn with the parameters, the seed and the noise that the token at its place will be drawn with, and it is
+accepted if it is that token. So the output is what it would be without drafts, token for token, at any temperature.
+
+Shape letters: B rows, T entries of a pass, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltaserve.core.plan import NO_SLOT, Plan
+from deltaserve.layers.context import ForwardContext
+from deltaserve.ops.layout import BLOCK, Layout, Segment
+from deltaserve.runner.inputs import Batch, Ints, Seats, alike, to_device
+from deltaserve.runner.memory import Pools, blocks_of
+from deltaserve.runner.model import Model
+from deltaserve.runner.sampling import Drafts, Sampler
+
+FIRST_ENTRY = 1
+"""The MTP layer has no entry for a sequence's first token: there is no hidden state before it."""
+
+
+class Guesser(Protocol):
+    """Whatever fills the seats' tables with drafts."""
+
+    def propose(self, plan: Plan, batch: Batch, hidden_TD: Tensor, known_B: Ints) -> None:
+        """Called once a step, after its tokens are in the seats' tables.
+
+        hidden_TD: of the step's tokens. known_B: number, in its sequence, of the token behind each row's last true one;
+        for a row that samples it is the one that was sampled last. Writes `num_propose` tokens behind it.
+        """
+
+
+def guesses_of(
+    table: Seats, seats: Sequence[int], firsts: Sequence[int], counts: Sequence[int], device: torch.device
+) -> Drafts | None:
+    """The drafts that stand at the ends of a step's sampling rows, from number `firsts` on; None if there are none."""
+    if not any(counts):
+        return None
+    parts = [table.token_ids[seat, first : first + n] for seat, first, n in zip(seats, firsts, counts, strict=True)]
+    return Drafts(tuple(counts), torch.from_numpy(np.concatenate(parts)).to(device))
+
+
+class LookAhead:
+    """Drafts from the model's own MTP layer."""
+
+    def __init__(self, model: Model, seats: Seats, sampler: Sampler, pools: Pools) -> None:
+        self.model, self.seats, self.sampler, self.pools = model, seats, sampler, pools
+        [self.hidden_SD] = pools.hidden
+
+    def propose(self, plan: Plan, batch: Batch, hidden_TD: Tensor, known_B: Ints) -> None:
+        starts, ends = self._span(batch)
+        before_BD = self._resume(plan, batch, starts)
+        self._keep(batch, hidden_TD)
+        chosen = np.flatnonzero(ends > starts)
+        ahead_TD, firsts = None, starts
+        if len(chosen):
+            hidden = self._shifted(batch, hidden_TD, before_BD, starts, ends, chosen)
+            num_decode = int((chosen < plan.num_decode).sum())
+            ahead_TD = self._enter(batch.seats[chosen], starts[chosen], ends[chosen], hidden, num_decode)
+            firsts = np.full(len(starts), -1)
+            firsts[chosen] = (ends - starts)[chosen].cumsum() - (ends - starts)[chosen]
+        self.seats.num_ahead[batch.seats] = np.minimum(known_B + 1, ends)
+        if ahead_TD is not None:
+            self._chain(plan, batch, ahead_TD, firsts - starts + known_B, known_B)
+
+    def _span(self, batch: Batch) -> tuple[Ints, Ints]:
+        """The entries that the step makes: from `starts` to `ends` - 1, by their positions."""
+        table, seats = self.seats, batch.seats
+        starts = np.where(table.num_ahead[seats] <= batch.starts, batch.starts, batch.starts + 1)
+        room = np.minimum(table.num_blocks[seats] * BLOCK, table.max_len)
+        return np.maximum(starts, FIRST_ENTRY), np.minimum(batch.ends + 1, room)
+
+    def _resume(self, plan: Plan, batch: Batch, starts: Ints) -> dict[int, Tensor]:
+        """The hidden states from before the step of rows whose first entry needs one; read before any is written."""
+        rows = np.flatnonzero(starts == batch.starts).tolist()
+        return {row: self.hidden_SD[plan.rows[row].read_slot].clone() for row in rows}
+
+    def _keep(self, batch: Batch, hidden_TD: Tensor) -> None:
+        """The hidden state belongs to the slot, as all does that the next token needs."""
+        write_slot = batch.context.layout.write_slot
+        kept = (write_slot != NO_SLOT).nonzero().squeeze(1)
+        self.hidden_SD.index_copy_(0, write_slot[kept], hidden_TD[kept])
+
+    def _shifted(
+        self, batch: Batch, hidden_TD: Tensor, before: dict[int, Tensor], starts: Ints, ends: Ints, chosen: Ints
+    ) -> Tensor:
+        """For each entry the hidden state of the token before it."""
+        parts = []
+        for row in chosen.tolist():
+            first, shift = int(batch.row_starts[row]), int(batch.starts[row]) + 1
+            if row in before:
+                parts.append(before[row][None])
+            low = max(int(starts[row]), shift)
+            parts.append(hidden_TD[first + low - shift : first + int(ends[row]) - shift])
+        return torch.cat(parts)
+
+    def _enter(self, seats: Ints, starts: Ints, ends: Ints, hidden_TD: Tensor, num_decode: int) -> Tensor:
+        """Makes the entries from `starts` to `ends` - 1 of each row; what the layer says after each."""
+        table, counts = self.seats, ends - starts
+        row_starts = np.concatenate(([0], counts.cumsum()))
+        seat_T = np.repeat(seats, counts)
+        position_T = np.arange(int(row_starts[-1])) + np.repeat(starts - row_starts[:-1], counts)
+        block_T = table.block_table[seat_T, position_T // BLOCK].astype(np.int64)
+        assert block_T.min() >= 0, "an entry has no KV block"
+        nowhere_B, nowhere_T = np.full(len(seats), NO_SLOT), np.full(len(seat_T), NO_SLOT)
+        ranges = alike(counts, num_decode)
+        token_ids, read, write, position, kv_index, block_table, context_len, *cu_seqlens = to_device(
+            hidden_TD.device,
+            table.token_ids[seat_T, position_T],
+            nowhere_B,
+            nowhere_T,
+            position_T,
+            block_T * BLOCK + position_T % BLOCK,
+            table.block_table[seats, : blocks_of(int(ends.max()))],
+            ends.astype(np.int32),
+            *((row_starts[first : end + 1] - row_starts[first]).astype(np.int32) for first, end, _ in ranges),
+        )
+        segments = tuple(
+            Segment(
+                is_step=is_step,
+                row_start=first,
+                row_end=end,
+                token_start=int(row_starts[first]),
+                token_end=int(row_starts[end]),
+                max_len=int(counts[first:end].max()),
+                cu_seqlens=cu,
+            )
+            for (first, end, is_step), cu in zip(ranges, cu_seqlens, strict=True)
+        )
+        layout = Layout(segments, read, write, position, block_table, kv_index, context_len, first_key=FIRST_ENTRY)
+        context = ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)
+        return self.model.look_ahead(token_ids, hidden_TD, context)
+
+    def _chain(self, plan: Plan, batch: Batch, ahead_TD: Tensor, last_B: Ints, known_B: Ints) -> None:
+        """Draft by draft, all rows at once. `last_B`: number of each row's last true entry among `ahead_TD`."""
+        wanted = np.array([row.num_propose for row in plan.rows])
+        rows, number = np.flatnonzero(wanted), 0
+        hidden_BD = ahead_TD[last_B[rows]]
+        while len(rows):
+            seats, positions = batch.seats[rows], known_B[rows] + number + 1
+            tokens = self.sampler.draft(self.model.logits(hidden_BD), seats.tolist(), positions.tolist())
+            self.seats.token_ids[seats, positions] = tokens
+            number += 1
+            more = wanted[rows] > number
+            if not more.any():
+                return
+            rows, hidden_BD = rows[more], hidden_BD[torch.from_numpy(more).to(hidden_BD.device)]
+            starts = known_B[rows] + number
+            hidden_BD = self._enter(batch.seats[rows], starts, starts + 1, hidden_BD, len(rows))

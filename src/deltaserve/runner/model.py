@@ -1,0 +1,26 @@
+"""The surface of a model that a runner uses. Knows no weights."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from deltaserve.layers.context import ForwardContext
+
+
+class Model(Protocol):
+    """What the runner asks of a model."""
+
+    @property
+    def mtp(self) -> nn.Module | None:
+        """The layer that looks one token further, where there is one."""
+
+    def __call__(self, token_ids_T: Tensor, context: ForwardContext) -> Tensor:
+        """The hidden states [T, D] after the final norm."""
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """[N, vocab], float32; float64 of a float64 model."""
+
+    def look_ahead(self, token_ids_T: Tensor, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        """Hidden states [T, D] of one token further, where the model has an MTP layer."""

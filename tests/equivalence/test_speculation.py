@@ -1,0 +1,191 @@
+"""Speculation and prefix reuse, alone and together, change no token: random traffic against each request alone.
+
+The drafter here is scripted, right for a random number of its drafts, on top of the real one, whose entries are made as
+ever. Memory that nobody owns is NaN.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from deltaserve.config import EngineConfig
+from deltaserve.core.plan import Plan
+from deltaserve.core.request import Request, SamplingParams
+from deltaserve.engine.engine import Engine
+from deltaserve.runner.draft import Guesser
+from deltaserve.runner.inputs import Batch, Ints, Seats
+from tests.equivalence.truth import Answer, Truth
+from tests.equivalence.watch import Watched
+from tests.models.factory import tiny_config, write_checkpoint
+
+VOCAB = 160
+NUM_REQUESTS = 10
+NAN = float("nan")
+BUDGETS = (7, 24, 150)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = tiny_config(num_hidden_layers=2, full_attention_interval=2)
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), shape, seed=21, mtp=True)
+
+
+def requests() -> list[Request]:
+    """Turns of a few conversations, so that some continue others, with every kind of sampling."""
+    draw = random.Random(17)
+    shared = draw.choices(range(VOCAB), k=150)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_tokens": 1},
+        {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"temperature": 0.0, "presence_penalty": 1.0, "logit_bias": {5: 2.0, 9: -4.0}},
+    ]
+    made = []
+    for number in range(NUM_REQUESTS):
+        length = draw.choice([1, 63, 64, 65, 100, 130, 140])
+        cut = draw.choice([0, length, length // 2])
+        params = SamplingParams(
+            max_tokens=draw.choice([1, 2, 9, 30, 40]),
+            seed=number,
+            ignore_eos=number % 3 > 0,
+            stop_token_ids=(3, 77) if number % 4 == 0 else (),
+            logprobs=2 if number % 2 else None,
+            **kinds[number % len(kinds)],
+        )
+        prompt = shared[:cut] + draw.choices(range(VOCAB), k=length - cut)
+        made.append(Request(request_id=f"r{number}", prompt_token_ids=prompt, params=params, arrival=0.0))
+    return made
+
+
+def run_alone(folder: Path) -> dict[str, Answer]:
+    engine = Engine(config(folder, 0, "off", 256, max_num_seqs=1))
+    answers = {}
+    for request in requests():
+        answer = answers[request.request_id] = Answer(request)
+        engine.add(request)
+        while engine.has_work():
+            for output in engine.step():
+                answer.add(output)
+    return answers
+
+
+def config(folder: Path, guesses: int, prefix_cache: str, budget: int, **settings: Any) -> EngineConfig:
+    return EngineConfig(
+        model=str(folder),
+        dtype="float64",
+        state_dtype="float64",
+        speculative_tokens=str(guesses),  # type: ignore[arg-type]
+        prefix_cache=prefix_cache,  # type: ignore[arg-type]
+        max_num_batched_tokens=budget,
+        **{"max_num_seqs": 3, "num_blocks": 9, "num_slots": 3 * (1 + guesses) + 4, **settings},
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Answer]:
+    answers = run_alone(folder)
+    truth = Truth(folder)
+    for answer in answers.values():
+        truth.check(answer, [2], 576, 1e-8)
+    return answers
+
+
+class Scripted:
+    """Drafts that are right up to a random place. Knows the answers by prompt and seed."""
+
+    def __init__(self, inner: Guesser, seats: Seats, answers: Sequence[Answer], draw: random.Random) -> None:
+        self.inner, self.seats, self.draw = inner, seats, draw
+        self.texts = {self._key(a.request.prompt_token_ids, a.request.params): a for a in answers}
+        self.seated: dict[int, list[int]] = {}
+
+    def propose(self, plan: Plan, batch: Batch, hidden_TD: Tensor, known_B: Ints) -> None:
+        self.inner.propose(plan, batch, hidden_TD, known_B)
+        for seating in plan.seatings:
+            answer = self.texts[self._key(seating.token_ids[: seating.num_prompt], seating.params)]
+            self.seated[seating.seat] = answer.request.prompt_token_ids + answer.token_ids
+        for row, known in zip(plan.rows, known_B.tolist(), strict=True):
+            num_right = self.draw.randint(0, row.num_propose)
+            text = self.seated[row.seat]
+            for number in range(row.num_propose):
+                place = known + 1 + number
+                right = text[place] if place < len(text) else 0
+                wrong = number >= num_right
+                self.seats.token_ids[row.seat, place] = (right + self.draw.randint(1, VOCAB - 1) * wrong) % VOCAB
+
+    @staticmethod
+    def _key(prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+        return (params.seed or 0, *prompt)
+
+
+def traffic(engine: Engine, answers: dict[str, Answer], draw: random.Random) -> Iterator[Answer]:
+    """Arrivals, aborts and preemptions at any moment; what was finished."""
+    waiting = list(answers.values())
+    draw.shuffle(waiting)
+    open_: dict[str, Answer] = {}
+    while waiting or engine.has_work():
+        while waiting and draw.random() < 0.4:
+            request = waiting.pop().request
+            engine.add(request)
+            open_[request.request_id] = Answer(request)
+        if open_ and draw.random() < 0.02:
+            engine.abort(draw.choice(list(open_)), "disconnect")
+        if open_ and draw.random() < 0.06:
+            engine.scheduler.preempt(draw.choice(list(open_)))
+        for output in engine.step():
+            answer = open_[output.request_id]
+            answer.add(output)
+            if output.finish_reason is not None:
+                yield answer
+        engine.check()
+
+
+@pytest.mark.parametrize("prefix_cache", ["on", "off"])
+@pytest.mark.parametrize("guesses", [0, 1, 2, 3, 4])
+def test_all_cells_give_the_same_tokens(
+    guesses: int, prefix_cache: str, folder: Path, alone: dict[str, Answer], seed: int
+) -> None:
+    draw = random.Random(seed)
+    budget = BUDGETS[(guesses + (prefix_cache == "on")) % len(BUDGETS)]
+    watched = Watched(config(folder, guesses, prefix_cache, budget), NAN)
+    engine, runner = watched.engine, watched.engine.workers.runner
+    engine.scheduler._speculation.adaptive = False
+    assert runner is not None
+    if runner.guesser is not None:
+        runner.guesser = Scripted(runner.guesser, runner.seats, list(alone.values()), draw)
+    num_finished = 0
+    for _ in range(2):
+        for answer in traffic(engine, alone, draw):
+            right = alone[answer.request.request_id]
+            assert answer.token_ids == right.token_ids, answer.request
+            assert answer.finish_reason == right.finish_reason
+            assert [entry.token_id for entry in answer.logprobs] == [entry.token_id for entry in right.logprobs]
+            for told, expected in zip(answer.logprobs, right.logprobs, strict=True):
+                assert abs(told.logprob - expected.logprob) < 1e-9
+            num_finished += 1
+    assert num_finished >= NUM_REQUESTS
+    stats = engine.stats()
+    watched.assert_nothing_left()
+    if prefix_cache == "on":
+        assert stats.cached_tokens > 0
+        assert watched.assert_kept_is_right(1e-8, at_most=4) > 0
+    if guesses:
+        assert 0 < stats.accepted_tokens < stats.draft_tokens
+        assert set(stats.tokens_a_step) == set(range(1, guesses + 2)), "some number of right drafts never came"
+        assert stats.accepted_at[guesses - 1] > 0
+
+
+def test_the_layers_own_drafts_change_no_token_either(folder: Path, alone: dict[str, Answer], seed: int) -> None:
+    draw = random.Random(seed)
+    watched = Watched(config(folder, 3, "on", 40), NAN)
+    watched.engine.scheduler._speculation.adaptive = False
+    for answer in traffic(watched.engine, alone, draw):
+        assert answer.token_ids == alone[answer.request.request_id].token_ids
+    assert watched.engine.stats().draft_tokens > 0
+    watched.assert_nothing_left()
