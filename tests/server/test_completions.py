@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from tests.server.running import EOS, TOKENIZER, Running
+from tests.server.running import EOS, TOKENIZER, Running, error, running
 
 TEXT = "Mia buys 12 apples. "
 IDS = TOKENIZER.encode(TEXT)
@@ -186,3 +187,28 @@ def test_the_context_bounds_an_answer(server: Running) -> None:
     body = server.complete(prompt=IDS, max_tokens=4096)
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"]["total_tokens"] == 4096
+
+
+def test_token_ids_on_request(server: Running) -> None:
+    (choice,) = server.complete(prompt=IDS, max_tokens=3, return_token_ids=True)["choices"]
+    assert choice["token_ids"] == IDS[:3]
+    chunks = server.events(PATH, prompt=IDS, max_tokens=3, return_token_ids=True)
+    assert [token for chunk in chunks for c in chunk["choices"] for token in c["token_ids"]] == IDS[:3]
+
+
+def test_without_a_tokenizer_ids_go_in_and_out() -> None:
+    with running("fast") as server:
+        backend = dataclasses.replace(server.service.backend, tokenizer=None)
+        server.service.backend = backend
+        (choice,) = server.complete(prompt=IDS, max_tokens=3, logprobs=0)["choices"]
+        assert (choice["text"], choice["token_ids"]) == ("", IDS[:3])
+        for path, fields in (
+            (PATH, {"prompt": "text"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("/tokenize", {"prompt": "text"}),
+            ("/detokenize", {"tokens": [5]}),
+        ):
+            assert "no tokenizer" in error(server.post(path, **fields), 400)["message"]
+        told = error(server.post(PATH, prompt=IDS, stop="a"), 400)
+        assert "no tokenizer" in told["message"]
+        assert server.http.get("/tokenizer_info").status_code == 400

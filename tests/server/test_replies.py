@@ -10,7 +10,7 @@ import pytest
 from deltaserve.engine.detokenizer import TokenText, TopToken
 from deltaserve.server.generation import Delta, Usage
 from deltaserve.server.logprobs import LOWEST
-from deltaserve.server.replies import DONE, ChatStyle, CompletionStyle, Style
+from deltaserve.server.replies import DONE, ChatStyle, CompletionStyle, Style, Wishes
 
 NASTY = 'quote " backslash \\ newline \n null \x00 emoji 🍎 line \u2028 </script>'
 TOKEN = TokenText(5, "a", b"a", -0.5, 1, 0, [TopToken(5, "a", b"a", -0.5), TopToken(6, "b", b"b", float("-inf"))])
@@ -36,7 +36,7 @@ def text_of(choice: dict[str, Any]) -> str:
 @pytest.mark.parametrize("kind", STYLES)
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_a_chunk_says_what_the_delta_says(kind: type[Style], include_usage: bool) -> None:
-    style = kind("id-1", 'model "x"', False, include_usage)
+    style = kind("id-1", 'model "x"', Wishes(usage=include_usage))
     (chunk,) = events(style.chunk(delta(NASTY)))
     assert (chunk["id"], chunk["model"], chunk["object"]) == ("id-1", 'model "x"', style.chunk_object)
     assert ("usage" in chunk) == include_usage
@@ -46,19 +46,28 @@ def test_a_chunk_says_what_the_delta_says(kind: type[Style], include_usage: bool
 
 @pytest.mark.parametrize("kind", STYLES)
 def test_nothing_is_sent_for_nothing(kind: type[Style]) -> None:
-    assert kind("i", "m", False).chunk(delta()) == b""
+    assert kind("i", "m", Wishes()).chunk(delta()) == b""
 
 
 @pytest.mark.parametrize("kind", STYLES)
 def test_tokens_without_text_still_bring_their_logprobs(kind: type[Style]) -> None:
-    (chunk,) = events(kind("i", "m", True).chunk(delta(logprobs=[TOKEN])))
+    (chunk,) = events(kind("i", "m", Wishes(logprobs=True)).chunk(delta(logprobs=[TOKEN])))
     assert text_of(chunk["choices"][0]) == ""
     assert chunk["choices"][0]["logprobs"] is not None
 
 
 @pytest.mark.parametrize("kind", STYLES)
+def test_token_ids_are_told_to_whoever_wants_them(kind: type[Style]) -> None:
+    style = kind("i", "m", Wishes(token_ids=True))
+    chunks = [chunk["choices"][0] for chunk in events(style.chunk(delta()) + style.chunk(delta("x", finish="stop")))]
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == [5, 5]
+    whole = json.loads(style.reply([[delta(), delta("x", finish="stop")]], Usage(1)))
+    assert whole["choices"][0]["token_ids"] == [5, 5]
+
+
+@pytest.mark.parametrize("kind", STYLES)
 def test_an_end_is_told_once(kind: type[Style]) -> None:
-    chunks = events(kind("i", "m", True).chunk(delta("x", [TOKEN], "stop")))
+    chunks = events(kind("i", "m", Wishes(logprobs=True)).chunk(delta("x", [TOKEN], "stop")))
     assert "".join(text_of(chunk["choices"][0]) for chunk in chunks) == "x"
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks].count("stop") == 1
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
@@ -66,8 +75,8 @@ def test_an_end_is_told_once(kind: type[Style]) -> None:
 
 @pytest.mark.parametrize("kind", STYLES)
 def test_the_end_of_a_stream(kind: type[Style]) -> None:
-    assert kind("i", "m", False).end(Usage(1, 2, 3)) == DONE
-    data = kind("i", "m", False, include_usage=True).end(Usage(4, 2, 1))
+    assert kind("i", "m", Wishes()).end(Usage(1, 2, 3)) == DONE
+    data = kind("i", "m", Wishes(usage=True)).end(Usage(4, 2, 1))
     assert data.endswith(DONE)
     (chunk,) = events(data.removesuffix(DONE))
     assert chunk["choices"] == []
@@ -80,9 +89,11 @@ def test_the_end_of_a_stream(kind: type[Style]) -> None:
 
 
 def test_what_json_cannot_write_has_a_number() -> None:
-    completion = json.loads(CompletionStyle("i", "m", True).reply([[delta("a", [TOKEN], "stop")]], Usage(1)))
+    completion = json.loads(
+        CompletionStyle("i", "m", Wishes(logprobs=True)).reply([[delta("a", [TOKEN], "stop")]], Usage(1))
+    )
     assert completion["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "b": LOWEST}]
-    chat = json.loads(ChatStyle("i", "m", True).reply([[delta("a", [TOKEN], "stop")]], Usage(1)))
+    chat = json.loads(ChatStyle("i", "m", Wishes(logprobs=True)).reply([[delta("a", [TOKEN], "stop")]], Usage(1)))
     assert [top["logprob"] for top in chat["choices"][0]["logprobs"]["content"][0]["top_logprobs"]] == [-0.5, LOWEST]
 
 

@@ -36,7 +36,7 @@ from deltaserve.server.protocol import (
     parse,
     read_json,
 )
-from deltaserve.server.replies import ChatStyle, CompletionStyle, Style
+from deltaserve.server.replies import ChatStyle, CompletionStyle, Style, Wishes
 from deltaserve.server.stream import EventStream, whole
 
 
@@ -109,9 +109,14 @@ class Service:
         generation = Generation(self.backend, style.response_id, prompts, params, skip, ask.cache_salt, began)
         return EventStream(generation, style) if ask.stream else await whole(generation, style, request.receive)
 
-    def style(self, kind: type[Style], prefix: str, ask: SamplingFields, with_logprobs: bool) -> Style:
-        include_usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
-        return kind(f"{prefix}-{uuid.uuid4().hex}", self.model, with_logprobs, include_usage)
+    def style(self, kind: type[Style], prefix: str, ask: SamplingFields, logprobs: bool) -> Style:
+        """Without a tokenizer there is no text, and the token ids are the answer."""
+        wishes = Wishes(
+            logprobs=logprobs,
+            token_ids=bool(ask.return_token_ids) or self.backend.tokenizer is None,
+            usage=ask.stream_options is not None and bool(ask.stream_options.include_usage),
+        )
+        return kind(f"{prefix}-{uuid.uuid4().hex}", self.model, wishes)
 
 
 def make_service(

@@ -14,8 +14,19 @@ from deltaserve.server.errors import ApiError, bad_request
 from deltaserve.server.protocol import Message, shorten
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+RESERVED = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+    "self",
+)
 """Names that chat_template_kwargs may not set: the request has fields for them, or the server does."""
+MAX_MESSAGES = 8192
+"""A template takes time for each, and holds up other requests meanwhile."""
 
 
 class Renderer(Protocol):
@@ -50,6 +61,8 @@ def render(
     """
     if not messages:
         raise bad_request("messages is empty; give at least one message", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise bad_request(f"messages has {len(messages)} messages; at most {MAX_MESSAGES} are allowed", "messages")
     kwargs = kwargs or {}
     for name in RESERVED:
         if name in kwargs:

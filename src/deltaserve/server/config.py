@@ -20,7 +20,7 @@ class ServerConfig:
     port: int = _option(8000, "port to listen on; 0 takes a free one")
     api_key: tuple[str, ...] = _option((), "a key that clients must bring; may be given several times, each is valid")
     chat_template: str | None = _option(None, "file with a chat template to use instead of the checkpoint's")
-    max_request_bytes: int = _option(32 << 20, "longest body of a request; a longer one is answered 413", "bytes")
+    max_request_bytes: int = _option(8 << 20, "longest body of a request; a longer one is answered 413", "bytes")
     health_timeout: float = _option(30.0, "/health is 503 when the engine has not answered for so long", "seconds")
     shutdown_timeout: float = _option(30.0, "how long running requests may go on after SIGTERM", "seconds")
     log_level: Literal["debug", "info", "warning", "error"] = _option(

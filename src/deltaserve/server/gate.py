@@ -82,4 +82,5 @@ class Gate:
             413,
             f"{what}, and the limit is {self._max_request_bytes}; send less, or raise --max-request-bytes",
             code="request_too_large",
+            headers={"Connection": "close"},  # what is left of the body is nobody's
         )

@@ -99,14 +99,16 @@ class Generation:
         self._params = params
         self._began = began
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
-        stops = StopStrings(params.stop)
-        self._answers = [_Answer(prompt, self._open_text(prompt, stops)) for prompt in prompts for _ in range(params.n)]
-        requests = self._requests(request_id, cache_salt)
-        for request in requests[:: params.n]:
-            try:
+        try:
+            stops = StopStrings(params.stop)
+            self._answers = [
+                _Answer(prompt, self._open_text(prompt, stops)) for prompt in prompts for _ in range(params.n)
+            ]
+            requests = self._requests(request_id, cache_salt)
+            for request in requests[:: params.n]:
                 validate(request, backend.client.info.vocab_size, backend.client.info.max_model_len)
-            except ValueError as fault:
-                raise name_the_field(fault) from None
+        except ValueError as fault:
+            raise name_the_field(fault) from None
         self._num_open = len(requests)
         self._stream: Stream = backend.client.submit(requests)
         backend.metrics.count_prompt(self.usage.prompt_tokens)

@@ -100,6 +100,8 @@ class Lifecycle:
                 log_level="info" if config.log_level == "debug" else "warning",
                 access_log=config.log_level == "debug",
                 lifespan="off",
+                ws="none",
+                server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=CLOSE_SECONDS,
             )

@@ -63,6 +63,8 @@ async def off_loop(size: int, make: Callable[[], Made], param: str) -> Made:
         return await asyncio.to_thread(make) if size > LONG_TEXT else make()
     except ApiError:
         raise
+    except RecursionError:
+        raise bad_request(f"{param} is nested too deeply to be read", param) from None
     except ValueError as fault:
         raise bad_request(f"{param}: {fault}", param) from None
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import re
+import reprlib
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -45,6 +47,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -178,10 +181,9 @@ class UnknownFields:
         self._warned: set[str] = set()
 
     def warn(self, names: set[str]) -> None:
-        for name in sorted(names - self._warned):
-            if len(self._warned) < MAX_WARNED_NAMES:
-                self._warned.add(name)
-                logger.warning("request field %r is not known and is ignored", name[:MAX_NAME_CHARS])
+        for name in sorted(islice(names - self._warned, MAX_WARNED_NAMES - len(self._warned))):
+            self._warned.add(name)
+            logger.warning("request field %r is not known and is ignored", name[:MAX_NAME_CHARS])
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -221,9 +223,13 @@ def parse(kind: type[Read], fields: dict[str, Any], unknown: UnknownFields) -> R
         raise bad_request("the body is nested too deeply to be read") from None
 
 
+_brief = reprlib.Repr(maxlevel=4, maxdict=4, maxlist=20, maxstring=60, maxlong=40, maxother=60)
+"""Looks at the first few parts of a value only, however large or deep it is."""
+
+
 def shorten(value: Any, limit: int = 60) -> str:
     """A value for a message."""
-    text = repr(value[:limit]) if isinstance(value, str) else repr(value)
+    text = repr(value[:limit]) if isinstance(value, str) else _brief.repr(value)
     return text if len(text) <= limit else text[:limit] + "..."
 
 

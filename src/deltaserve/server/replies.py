@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 import deltaserve
 from deltaserve.server.generation import Delta, Usage
@@ -40,6 +42,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatMessage(msgspec.Struct):
@@ -54,6 +57,17 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a client wants to be told besides the text."""
+
+    logprobs: bool = False
+    token_ids: bool = False
+    usage: bool = False
+    """At the end of a stream; a whole response always tells it."""
 
 
 class Reply(msgspec.Struct, kw_only=True):
@@ -80,12 +94,13 @@ def usage_reply(usage: Usage) -> UsageReply:
 class Style(ABC):
     """How one endpoint writes one response, whole or in chunks. Made for each request."""
 
-    object: str
+    whole_object: str
     chunk_object: str
+    """What the API calls the two."""
 
-    def __init__(self, response_id: str, model: str, with_logprobs: bool, include_usage: bool = False) -> None:
+    def __init__(self, response_id: str, model: str, wishes: Wishes) -> None:
         self.response_id, self.model, self.created = response_id, model, int(time.time())
-        self._with_logprobs, self._include_usage = with_logprobs, include_usage
+        self._wishes = wishes
         about = {
             "id": response_id,
             "object": self.chunk_object,
@@ -94,7 +109,7 @@ class Style(ABC):
             "system_fingerprint": FINGERPRINT,
         }
         self._head = b"data: " + encode(about)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._tail = b'],"usage":null}\n\n' if wishes.usage else b"]}\n\n"
 
     @abstractmethod
     def begin(self, num_answers: int) -> bytes:
@@ -110,7 +125,7 @@ class Style(ABC):
 
     def end(self, usage: Usage) -> bytes:
         """Chunks after the last delta."""
-        if not self._include_usage:
+        if not self._wishes.usage:
             return DONE
         return self._head + b'],"usage":' + encode(usage_reply(usage)) + b"}\n\n" + DONE
 
@@ -118,7 +133,7 @@ class Style(ABC):
         return encode(
             Reply(
                 id=self.response_id,
-                object=self.object,
+                object=self.whole_object,
                 created=self.created,
                 model=self.model,
                 choices=self.whole(deltas),
@@ -126,30 +141,38 @@ class Style(ABC):
             )
         )
 
-    def _chunk(self, index: int, news: bytes, logprobs: bytes, delta: Delta | None = None) -> bytes:
-        """`news` are the members that the endpoints write differently; `delta` is given where the answer ends."""
-        if delta is None:
+    def _shows(self, delta: Delta, logprobs: object) -> bool:
+        """Whether a chunk that is no end would tell anything."""
+        return bool(delta.text) or logprobs is not None or (self._wishes.token_ids and bool(delta.token_ids))
+
+    def _chunk(self, index: int, news: bytes, logprobs: bytes, token_ids: list[int], end: Delta | None = None) -> bytes:
+        """`news` are the members that the endpoints write differently; `end` is the delta that ends the answer."""
+        ids = b',"token_ids":' + encode(token_ids) if self._wishes.token_ids else b""
+        if end is None:
             ending = b',"finish_reason":null}'
         else:
-            stop = encode(delta.stop_reason)
-            ending = b',"finish_reason":' + encode(delta.finish_reason) + b',"stop_reason":' + stop + b"}"
-        return b'%b{"index":%d,%b,"logprobs":%b%b%b' % (self._head, index, news, logprobs, ending, self._tail)
+            stop = encode(end.stop_reason)
+            ending = b',"finish_reason":' + encode(end.finish_reason) + b',"stop_reason":' + stop + b"}"
+        return b'%b{"index":%d,%b,"logprobs":%b%b%b%b' % (self._head, index, news, logprobs, ids, ending, self._tail)
+
+    def _token_ids(self, deltas: Sequence[Delta]) -> list[int] | UnsetType:
+        return [token for delta in deltas for token in delta.token_ids] if self._wishes.token_ids else UNSET
 
 
 class CompletionStyle(Style):
     """/v1/completions."""
 
-    object = chunk_object = "text_completion"
+    whole_object = chunk_object = "text_completion"
 
     def begin(self, num_answers: int) -> bytes:
         return b""
 
     def chunk(self, delta: Delta) -> bytes:
         logprobs = self._logprobs([delta]) if delta.logprobs else None
-        if not delta.text and delta.finish_reason is None and logprobs is None:
+        end = delta if delta.finish_reason is not None else None
+        if end is None and not self._shows(delta, logprobs):
             return b""
-        ending = delta if delta.finish_reason is not None else None
-        return self._chunk(delta.index, b'"text":' + encode(delta.text), encode(logprobs), ending)
+        return self._chunk(delta.index, b'"text":' + encode(delta.text), encode(logprobs), delta.token_ids, end)
 
     def whole(self, deltas: Sequence[Sequence[Delta]]) -> list[Any]:
         return [
@@ -159,12 +182,13 @@ class CompletionStyle(Style):
                 logprobs=self._logprobs(answer),
                 finish_reason=answer[-1].finish_reason,
                 stop_reason=answer[-1].stop_reason,
+                token_ids=self._token_ids(answer),
             )
             for index, answer in enumerate(deltas)
         ]
 
     def _logprobs(self, deltas: Sequence[Delta]) -> CompletionLogprobs | None:
-        if not self._with_logprobs:
+        if not self._wishes.logprobs:
             return None
         return completion_logprobs([token for delta in deltas for token in delta.logprobs or ()])
 
@@ -172,21 +196,21 @@ class CompletionStyle(Style):
 class ChatStyle(Style):
     """/v1/chat/completions."""
 
-    object = "chat.completion"
+    whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def begin(self, num_answers: int) -> bytes:
         news = b'"delta":{"role":"assistant","content":""}'
-        return b"".join([self._chunk(index, news, b"null") for index in range(num_answers)])
+        return b"".join([self._chunk(index, news, b"null", []) for index in range(num_answers)])
 
     def chunk(self, delta: Delta) -> bytes:
         logprobs = self._logprobs([delta]) if delta.logprobs else None
         chunks = b""
-        if delta.text or logprobs is not None:
+        if self._shows(delta, logprobs):
             news = b'"delta":{"content":' + encode(delta.text) + b"}"
-            chunks = self._chunk(delta.index, news, encode(logprobs))
+            chunks = self._chunk(delta.index, news, encode(logprobs), delta.token_ids)
         if delta.finish_reason is not None:
-            chunks += self._chunk(delta.index, b'"delta":{}', b"null", delta)
+            chunks += self._chunk(delta.index, b'"delta":{}', b"null", [], delta)
         return chunks
 
     def whole(self, deltas: Sequence[Sequence[Delta]]) -> list[Any]:
@@ -197,11 +221,12 @@ class ChatStyle(Style):
                 logprobs=self._logprobs(answer),
                 finish_reason=answer[-1].finish_reason,
                 stop_reason=answer[-1].stop_reason,
+                token_ids=self._token_ids(answer),
             )
             for index, answer in enumerate(deltas)
         ]
 
     def _logprobs(self, deltas: Sequence[Delta]) -> ChatLogprobs | None:
-        if not self._with_logprobs:
+        if not self._wishes.logprobs:
             return None
         return ChatLogprobs(chat_logprobs([token for delta in deltas for token in delta.logprobs or ()]))
