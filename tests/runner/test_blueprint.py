@@ -56,7 +56,7 @@ def test_inspect_tells_the_plan_and_reads_no_weight(tmp_path: Path, monkeypatch:
     assert re.search(r"state slots +3 x ", without)
     assert "prefix cache off" in without
     assert "up to 3 tokens ahead" in inspect(EngineConfig())
-    assert "5,065,072 parameters" in inspect(EngineConfig(speculative_tokens="0"))
+    assert "5,074,144 parameters" in inspect(EngineConfig(speculative_tokens="0"))
     with pytest.raises(AssertionError, match="reads a weight"):
         load_model(folder, Blueprint.draw(config_for(folder)).model, torch.float32, torch.device("cpu"), progress=False)
 
