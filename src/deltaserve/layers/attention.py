@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TE: Tensor, context: ForwardContext) -> Tensor:
         """[T, hidden_size] -> the same; stores the step's keys and values."""
-        q, gate, k, v = torch.split(self.qgkv_proj(x_TE), self.widths, dim=-1)
+        q, gate, k, v = self.qgkv_proj(x_TE).split_with_sizes(self.widths, dim=-1)
         q_THD, k_TGD, v_TGD = (part.view(part.shape[0], -1, self.head_dim) for part in (q, k, v))
         q_THD, k_TGD = self.rotary(self.q_norm(q_THD), self.k_norm(k_TGD), context.layout.position)
         kv_pool = context.kv[self.ordinal]

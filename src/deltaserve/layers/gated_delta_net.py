@@ -55,9 +55,9 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x_TE: Tensor, context: ForwardContext) -> Tensor:
         """[T, hidden_size] -> the same; keeps the convolution's window and the state where the context says."""
         layout = context.layout
-        mixed_TC, z, b_TV, a_TV = torch.split(self.in_proj(x_TE), self.widths, dim=-1)
+        mixed_TC, z, b_TV, a_TV = self.in_proj(x_TE).split_with_sizes(self.widths, dim=-1)
         mixed_TC = causal_conv(mixed_TC, self.conv_weight, context.conv[self.ordinal], layout)
-        q, k, v = torch.split(mixed_TC, self.mixed_widths, dim=-1)
+        q, k, v = mixed_TC.split_with_sizes(self.mixed_widths, dim=-1)
         q_THK, k_THK = (part.view(part.shape[0], -1, self.k_dim) for part in (q, k))
         v_THV, z_THV = (part.view(part.shape[0], -1, self.v_dim) for part in (v, z))
         state = context.state[self.ordinal]
