@@ -7,6 +7,8 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -317,6 +319,8 @@ def test_what_defaults_may_say(folder: Path) -> None:
 def test_neither_torch_nor_transformers_is_imported() -> None:
     code = f"""
 import sys
+import threading
+import time
 from pathlib import Path
 from deltaserve.engine.tokenizer import GenerationDefaults, Tokenizer
 from deltaserve.engine.detokenizer import TextStream
@@ -327,3 +331,24 @@ print(sorted({{"torch", "transformers"}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_long_text_lets_other_threads_run() -> None:
+    """A server answers others meanwhile: the encoder must not hold the interpreter's lock."""
+    tokenizer = Tokenizer(BUILTIN)
+    ticks = 0
+    done = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    tokenizer.encode("a b " * (1 << 16), add_special_tokens=False)
+    ticks_meanwhile, seconds = ticks, time.monotonic() - began
+    done.set()
+    thread.join()
+    assert ticks_meanwhile > 5, f"{ticks_meanwhile} ticks in {seconds:.2f} s"

@@ -34,6 +34,25 @@ BODIES: list[tuple[bytes, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": 1},
+        {"prompt": "a", "temperature": 1},
+        {"prompt": "a", "response_format": 1},
+        {"messages": [{"role": "user", "content": 1}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}]},
+    ],
+)
+@pytest.mark.parametrize("depth", [100, *range(900, 1000, 7)])
+def test_depth_is_no_fault_of_the_server(server: Running, fields: dict[str, Any], depth: int) -> None:
+    """Some depths can be read and not be written again."""
+    body = json.dumps(fields).replace("1", "[" * depth + "]" * depth).encode()
+    answer = server.http.post(CHAT if "messages" in fields else COMPLETIONS, content=body)
+    # A call's arguments may be as deep as the template can write them.
+    assert answer.status_code in ((200, 400) if "tool_calls" in str(fields) else (400,)), answer.text
+
+
 @pytest.mark.parametrize(("body", "words"), BODIES)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 def test_bodies_that_are_no_request(server: Running, path: str, body: bytes, words: str) -> None:
@@ -57,6 +76,9 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [5, 2048]}, "prompt", "token id 2048; the vocabulary has ids 0 to 2047"),
     ({"prompt": [-1]}, "prompt", "token id -1"),
     ({"prompt": [10**30]}, "prompt", "token id 1000"),
+    ({"prompt": "a", "seed": 10**400}, "seed", "more than 30 digits"),
+    ({"prompt": "a", "n": -(10**400)}, "n", "more than 30 digits"),
+    ({"prompt": "a", "top_k": 10**400}, "top_k", "more than 30 digits"),
     ({"prompt": [5] * 4096}, "prompt", "4096 tokens, but the context of 4096 tokens leaves room for 4095"),
     ({"prompt": [[5], [5] * 4096]}, "prompt", "shorten"),
     ({"temperature": -0.5}, "temperature", "-0.5; it must lie in"),
@@ -131,6 +153,9 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one"),
     ({"continue_final_message": True}, "continue_final_message", "last message of the assistant"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "may not set messages"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "may not set self"),
+    ({"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs", "may not set documents"),
+    ({"messages": HELLO * 8193}, "messages", "8193 messages; at most 8192"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
     ({"tool_choice": "required"}, "tool_choice", "not supported"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "not supported"),

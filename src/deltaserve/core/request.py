@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import msgspec
@@ -144,9 +143,10 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def _within(name: str, value: float, low: float, high: float, above_low: bool = False) -> None:
-    if math.isnan(value) or value > high or value < low or (above_low and value == low):
+    if not low <= value <= high or (above_low and value == low):  # NaN lies nowhere
         bracket = "(" if above_low else "["
-        raise ValueError(f"{name} is {value}; it must lie in {bracket}{low}, {high}]")
+        told = str(value) if isinstance(value, float) or abs(value) < 10**30 else "a number of more than 30 digits"
+        raise ValueError(f"{name} is {told}; it must lie in {bracket}{low}, {high}]")
 
 
 def _at_most(name: str, count: int, limit: int) -> None:

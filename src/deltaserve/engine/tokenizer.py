@@ -65,7 +65,9 @@ class Tokenizer:
                 f"character {error.start} of the text is U+{ord(bad):04X}, half of a surrogate pair, which is no "
                 "character of its own; remove it, or send both halves"
             ) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's calls this one lets other threads run, so that a long text holds nobody up.
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
         return [i for i in self._prefix if i is not None] + ids if add_special_tokens else ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:

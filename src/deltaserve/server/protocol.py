@@ -223,13 +223,18 @@ def parse(kind: type[Read], fields: dict[str, Any], unknown: UnknownFields) -> R
         raise bad_request("the body is nested too deeply to be read") from None
 
 
-_brief = reprlib.Repr(maxlevel=4, maxdict=4, maxlist=20, maxstring=60, maxlong=40, maxother=60)
-"""Looks at the first few parts of a value only, however large or deep it is."""
+class _Brief(reprlib.Repr):
+    """Looks at the first few parts of a value only, however large or deep it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist = 4, 4, 20
+        self.maxstring = self.maxlong = self.maxother = 60
 
 
 def shorten(value: Any, limit: int = 60) -> str:
     """A value for a message."""
-    text = repr(value[:limit]) if isinstance(value, str) else _brief.repr(value)
+    text = repr(value[:limit]) if isinstance(value, str) else _Brief().repr(value)
     return text if len(text) <= limit else text[:limit] + "..."
 
 
