@@ -11,10 +11,10 @@ WORKERS ?= 2
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
 
-serve: $(VENV)/.ready  ## serve the built-in model on http://127.0.0.1:8000 (ARGS="--port 9000" passes flags on)
+serve: $(VENV)/.installed  ## serve the built-in model on http://127.0.0.1:8000 (ARGS="--port 9000" passes flags on)
 	$(BIN)/deltaserve serve $(ARGS)
 
-chat: $(VENV)/.ready  ## talk to the built-in model in the terminal
+chat: $(VENV)/.installed  ## talk to the built-in model in the terminal
 	$(BIN)/deltaserve chat $(ARGS)
 
 test: $(VENV)/.ready  ## every test that needs neither a GPU nor an outside client
@@ -55,7 +55,11 @@ clean:  ## remove everything that the commands made
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.installed
 	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
 	touch $@
 

@@ -42,7 +42,9 @@ class EngineConfig:
     speculative_tokens: Speculation = option(
         "auto", "most tokens guessed ahead by the MTP layer; auto is 3 where the checkpoint has one"
     )
-    num_threads: int | None = option(None, "CPU threads of the tensor library; by default its own choice")
+    num_threads: int | None = option(
+        None, "CPU threads; by default one for every 64 MiB of weights, as far as there are cores"
+    )
     max_waiting: int = option(1024, "requests that may wait; one more is answered 503")
     seed: int = option(0, "seeds requests that bring none")
 

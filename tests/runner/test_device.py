@@ -8,7 +8,15 @@ import psutil
 import pytest
 import torch
 
-from deltaserve.runner.device import cgroup_free_memory, choose_device, choose_dtype, free_memory, state_dtype
+from deltaserve.runner.device import (
+    THREAD_BYTES,
+    cgroup_free_memory,
+    choose_device,
+    choose_dtype,
+    choose_threads,
+    free_memory,
+    state_dtype,
+)
 
 CPU = torch.device("cpu")
 
@@ -69,3 +77,11 @@ def test_older_cgroups_are_read_too(tmp_path: Path) -> None:
 def test_no_cgroup_is_no_limit(tmp_path: Path) -> None:
     assert cgroup_free_memory(tmp_path, tmp_path / "none") is None
     assert 0 < free_memory(CPU) <= psutil.virtual_memory().total
+
+
+def test_threads_follow_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert choose_threads(None, 10 << 20) == 1
+    assert choose_threads(None, 3 * THREAD_BYTES) == 3
+    assert choose_threads(None, 1000 * THREAD_BYTES) == 8, "no more than torch would take"
+    assert choose_threads(5, 1) == 5, "the user's choice goes first"

@@ -86,7 +86,8 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": [1]}, "temperature", "float"),
     ({"top_p": 0}, "top_p", "0.0; it must lie in"),
     ({"top_p": 1.5}, "top_p", "1.5"),
-    ({"top_k": -1}, "top_k", "-1"),
+    ({"top_k": -2}, "top_k", "-2"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
     ({"top_k": 10**30}, "top_k", "it must lie in"),
     ({"min_p": 2}, "min_p", "2"),
     ({"repetition_penalty": 0}, "repetition_penalty", "0"),
@@ -156,6 +157,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "may not set self"),
     ({"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs", "may not set documents"),
     ({"messages": HELLO * 8193}, "messages", "8193 messages; at most 8192"),
+    ({"messages": [{"role": "user", "content": "a " * 9000}]}, "messages", "the context of 4096 tokens"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
     ({"tool_choice": "required"}, "tool_choice", "not supported"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "not supported"),
@@ -170,6 +172,16 @@ def test_fields_of_a_chat(server: Running, fields: dict[str, Any], param: str, w
     told = error(server.post(CHAT, **{"messages": HELLO, **fields}), 400)
     assert words in told["message"]
     assert told["param"] == param
+
+
+def test_a_prompt_beyond_the_context_has_the_code_that_clients_look_for(server: Running) -> None:
+    assert error(server.post(COMPLETIONS, prompt=[5] * 5000), 400)["code"] == "context_length_exceeded"
+    told = error(server.post(CHAT, messages=[{"role": "user", "content": "a " * 9000}]), 400)
+    assert told["code"] == "context_length_exceeded"
+
+
+def test_minus_one_is_another_word_for_all(server: Running) -> None:
+    server.complete(prompt="a", top_k=-1)
 
 
 def test_fields_that_ask_for_nothing_are_no_fault(server: Running) -> None:
@@ -210,6 +222,9 @@ def test_an_unknown_field_is_warned_of_once(caplog: pytest.LogCaptureFixture) ->
         "request field 'colour' is not known and is ignored",
         "request field 'flavour' is not known and is ignored",
     ]
+    caplog.clear()
+    parse(CompletionRequest, {"prompt": "a", "stream_options": {"include_usage": True, "continuous": True}}, unknown)
+    assert [record.args for record in caplog.records] == [("stream_options.continuous",)]
     caplog.clear()
     for number in range(1000):
         parse(CompletionRequest, {"prompt": "a", "x" * 500 + str(number): 1}, unknown)

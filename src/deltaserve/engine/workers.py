@@ -8,6 +8,7 @@ from deltaserve.config import EngineConfig
 from deltaserve.core.plan import Plan, Result
 from deltaserve.models.load import load_model
 from deltaserve.runner.blueprint import Blueprint
+from deltaserve.runner.device import choose_threads
 from deltaserve.runner.memory import allocate
 from deltaserve.runner.runner import Runner
 
@@ -17,9 +18,10 @@ class Workers:
 
     def __init__(self, config: EngineConfig, blueprint: Blueprint, fill: float | None = None) -> None:
         """`fill` is written to all of the pools; without it they hold whatever the memory held."""
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
         it = blueprint
+        self._threads_before = torch.get_num_threads()
+        if it.device.type == "cpu":
+            torch.set_num_threads(choose_threads(config.num_threads, it.memory.sizes.weights))
         with_mtp = it.num_guesses > 0
         model = load_model(it.path, it.model, it.dtype, it.device, progress=True, with_mtp=with_mtp)
         pools = allocate(it.model, it.memory, it.dtype, it.state_dtype, fill, with_mtp)
@@ -30,5 +32,7 @@ class Workers:
         return self.runner.step(plan)
 
     def close(self) -> None:
-        """Lets go of the model and the pools."""
+        """Lets go of the model and the pools, and of the say in how many threads torch uses. Harmless when repeated."""
+        if self.runner is not None:
+            torch.set_num_threads(self._threads_before)
         self.runner = None

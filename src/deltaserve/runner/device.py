@@ -10,6 +10,9 @@ from pathlib import Path
 import psutil
 import torch
 
+THREAD_BYTES = 64 << 20
+"""Weights that give one CPU thread enough to do between two ops."""
+
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -39,6 +42,15 @@ def choose_dtype(name: str, device: torch.device, checkpoint_dtype: str) -> torc
     if name == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(f"dtype is bfloat16, which {torch.cuda.get_device_name(device)} cannot compute; take float16")
     return _DTYPES[name]
+
+
+def choose_threads(chosen: int | None, weights: int) -> int:
+    """CPU threads for a model of so many bytes of weights: the chosen number, else one for every `THREAD_BYTES`.
+
+    Threads share each op and wait for one another at its end. A small model's ops are too short for that: on cores that
+    others use too, one thread is ten times as fast as two.
+    """
+    return chosen or max(1, min(torch.get_num_threads(), weights // THREAD_BYTES))
 
 
 def state_dtype(name: str) -> torch.dtype:

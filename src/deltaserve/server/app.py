@@ -176,7 +176,12 @@ def generating_routes(service: Service) -> APIRouter:
         params = chat_params(ask, service.defaults.sampling, service.max_model_len)
         prompt = Prompt(await service.render(ask.messages, ask, len(body)))
         style = service.style(ChatStyle, "chatcmpl", ask, bool(ask.logprobs))
-        return await service.answer(request, ask, style, [prompt], params, began)
+        try:
+            return await service.answer(request, ask, style, [prompt], params, began)
+        except ApiError as fault:
+            if fault.param == "prompt":  # which a chat has not: it is made of the messages
+                fault.param = "messages"
+            raise
 
     return router
 

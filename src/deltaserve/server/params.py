@@ -9,6 +9,8 @@ from deltaserve.core.request import MAX_LOGPROBS, SamplingParams
 from deltaserve.server.errors import ApiError, bad_request
 from deltaserve.server.protocol import ChatRequest, CompletionRequest, SamplingFields, shorten
 
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""The code that clients look for when a prompt is too long."""
 COMPLETION_MAX_TOKENS = 16
 """The API's default for completions; a chat's answer may fill the context."""
 
@@ -59,6 +61,8 @@ def _common(ask: SamplingFields, defaults: dict[str, Any], max_model_len: int) -
         value = getattr(ask, name)
         if value is not None:
             values[name] = value
+    if values.get("top_k") == -1:  # what other servers take for "all"
+        values["top_k"] = 0
     if ask.stop is not None:
         values["stop"] = (ask.stop,) if isinstance(ask.stop, str) else tuple(ask.stop)
     if ask.stop_token_ids is not None:
@@ -86,7 +90,7 @@ def _checked(values: dict[str, Any], max_model_len: int) -> SamplingParams:
         raise bad_request(
             f"max_tokens is {params.max_tokens}; the context holds {max_model_len} tokens, prompt and answer together",
             "max_tokens",
-            "context_length_exceeded",
+            CONTEXT_EXCEEDED,
         )
     return params
 
@@ -96,4 +100,6 @@ def name_the_field(fault: ValueError) -> ApiError:
     words = re.findall(r"\w+", str(fault))
     fields = {*SamplingParams.__struct_fields__, "prompt", "cache_salt"}
     param = next((word for word in words if word in fields), None)
+    if param == "prompt" and "context of" in str(fault):
+        return bad_request(str(fault), param, CONTEXT_EXCEEDED)
     return bad_request(str(fault), param, "out_of_range" if param else None)

@@ -137,6 +137,7 @@ _UNSUPPORTED_ANYWHERE: dict[str, Callable[[Any], bool]] = {
     "bad_words": _one_of([]),
     "logits_processors": _one_of([]),
     "truncate_prompt_tokens": _NEVER,
+    "prompt_logprobs": _NEVER,
     "prompt_embeds": _NEVER,
     "echo": _one_of(False),
 }
@@ -215,6 +216,9 @@ def parse(kind: type[Read], fields: dict[str, Any], unknown: UnknownFields) -> R
                 f"{name} is {shorten(fields[name])}, and {name} is not supported; leave it out", name, "unsupported"
             )
     unknown.warn(strangers - unsupported.keys() - INERT)
+    options = fields.get("stream_options")
+    if isinstance(options, dict):
+        unknown.warn({f"stream_options.{name}" for name in options.keys() - set(StreamOptions.__struct_fields__)})
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as fault:

@@ -1,0 +1,38 @@
+"""The engine on a GPU says what the engine on a CPU says, token for token. Needs a GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from deltaserve import LLM, SamplingParams
+
+QUESTIONS = [
+    "Who are you?",
+    "What is 17 * 6?",
+    "Mia has 14 marbles and buys 3 bags with 8 marbles each. How many marbles does Mia have now?",
+    "Count from 1 to 30.",
+]
+
+
+def answers(device: str, dtype: str, prompts: list[str | list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    """With steps of 96 tokens: prompts are cut, and steps mix prompts and decoding."""
+    with LLM(device=device, dtype=dtype, max_num_batched_tokens=96, max_num_seqs=8) as llm:
+        found = llm.generate(prompts, params, progress=False)
+    return [generation.outputs[0].token_ids for generation in found]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gpu_equals_cpu(dtype: str) -> None:
+    with LLM(device="cpu", max_num_seqs=1) as llm:
+        chats: list[str | list[int]] = [
+            llm.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS
+        ]
+    prompts = chats + [[random.randrange(2000) for _ in range(random.randrange(1, 300))] for _ in range(12)]
+    params = [
+        SamplingParams(temperature=0.0 if i % 2 == 0 else 0.8, seed=i, top_k=i % 5 * 10, max_tokens=40, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    assert answers("cuda", dtype, prompts, params) == answers("cpu", dtype, prompts, params)
