@@ -19,8 +19,8 @@ from deltaserve.ops.numeric import cast, wide_dtype
 
 SHORT = 128
 """Contexts up to this many keys count as equally long."""
-GROUP_KEYS = 1 << 16
-"""Most keys gathered at once for rows that are computed together: bounds the private copy."""
+GROUP_BYTES = 1 << 21
+"""Size of the private copy for rows that are computed together: more would not stay in a core's cache."""
 TILE = 256
 """Queries of a prompt that are computed at once."""
 TILE_SCORES = 1 << 22
@@ -70,7 +70,8 @@ def stored_tokens(layout: Layout) -> Stored:
 
 def step(q_THD: Tensor, kv_pool: Tensor, layout: Layout, segment: Segment, scale: float) -> Tensor:
     q_THD = segment.cut(q_THD)
-    groups = layout.once(step_groups, segment)
+    bytes_per_key = 2 * kv_pool.shape[3] * kv_pool.shape[4] * kv_pool.element_size()
+    groups = layout.once(step_groups, segment, GROUP_BYTES // bytes_per_key)
     if len(groups) == 1 and groups[0].token is None:
         return _attend_group(q_THD, kv_pool, groups[0], segment.max_len, scale)
     out_THD = torch.zeros_like(q_THD)  # what padding rows return
@@ -103,8 +104,8 @@ def _attend_group(q_THD: Tensor, kv_pool: Tensor, group: Group, length: int, sca
     return cast(o_BQGPD.reshape(-1, heads, width), q_THD.dtype)
 
 
-def step_groups(layout: Layout, segment: Segment) -> list[Group]:
-    """Rows whose contexts are within a factor of two, up to `GROUP_KEYS`, are computed together."""
+def step_groups(layout: Layout, segment: Segment, max_keys: int) -> list[Group]:
+    """Rows whose contexts are within a factor of two are computed together, up to about `max_keys`."""
     contexts = layout.context_len[segment.row_start : segment.row_end].tolist()
     open_groups: dict[int, list[int]] = {}
     closed: list[list[int]] = []
@@ -114,7 +115,7 @@ def step_groups(layout: Layout, segment: Segment) -> list[Group]:
         size = max(context - 1, SHORT - 1).bit_length()
         rows = open_groups.setdefault(size, [])
         rows.append(row)
-        if len(rows) << size >= GROUP_KEYS:
+        if len(rows) << size >= max_keys:
             closed.append(open_groups.pop(size))
     closed += open_groups.values()
     return [_group(layout, segment, torch.tensor(rows, device=layout.context_len.device)) for rows in closed]
