@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -63,13 +62,14 @@ class Rig:
         self.cached: dict[str, int] = {}
         self.aborted_in_flight: set[int] = set()
         self.plans: list[Plan] = []
-        self._ids = itertools.count()
+        self._num_ids = 0
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None, **kwargs: object) -> str:
         """Queue a request, `kwargs` are its sampling parameters; end-of-text is ignored unless they say otherwise."""
-        name = f"r{next(self._ids)}"
+        name = f"r{self._num_ids}"
+        self._num_ids += 1
         params = params or SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **kwargs})  # type: ignore[arg-type]
         request = Request(request_id=name, prompt_token_ids=list(prompt), params=params, arrival=0.0)
         self.scheduler.add(request)
