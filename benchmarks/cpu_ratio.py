@@ -23,13 +23,13 @@ import torch
 from benchmarks.peer import Peer
 from benchmarks.streams import stream_all
 from deltaserve import LLM, SamplingParams
+from deltaserve.engine.tokenizer import Tokenizer
 from tests.serving import serving
 
 BUILTIN = Path(__file__).resolve().parents[1] / "src" / "deltaserve" / "builtin"
+SUMS = Path(__file__).resolve().parents[1] / "tests" / "clients" / "data" / "sums.jsonl"
 GOALS = {"one request": 2.5, "16 requests": 3.0, "server / offline": 0.8}
 NUM_REQUESTS = 16
-ORDINARY_IDS = 2000
-"""Ids below this are text in the built-in vocabulary; special tokens come after them."""
 IMPORT = "import time; start = time.perf_counter(); import deltaserve; print(time.perf_counter() - start)"
 
 
@@ -48,11 +48,16 @@ def environment(threads: int, dtype: str) -> dict[str, Any]:
     }
 
 
-def prompts_of(count: int, longest: int) -> list[list[int]]:
-    """Prompts of random ids of the built-in model, of `count` different lengths up to `longest`."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = [longest * (number + 1) // count for number in range(count)]
-    return [torch.randint(0, ORDINARY_IDS, (length,), generator=generator).tolist() for length in lengths]
+def prompts_of(tokenizer: Tokenizer, count: int, longest: int) -> list[list[int]]:
+    """Prompts of `count` different lengths up to `longest` tokens, each beginning with another sum."""
+    rows = [json.loads(line) for line in SUMS.read_text().splitlines()]
+    texts = [f"Question: {row['question']}\nAnswer: {row['answer']}\n\n" for row in rows]
+    prompts = []
+    for number in range(count):
+        turned = texts[number % len(texts) :] + texts[: number % len(texts)]
+        ids = tokenizer.encode("".join(turned), add_special_tokens=False)
+        prompts.append(ids[: longest * (number + 1) // count])
+    return prompts
 
 
 Prompts = list[list[int]]
@@ -78,52 +83,61 @@ def rates(answers: Sequence[Answer], prompts: Prompts, repeat: int) -> list[list
     return runs
 
 
-def measure_offline(threads: int, dtype: str, num_tokens: int, repeat: int) -> list[dict[str, Any]]:
-    """One request and sixteen, by transformers and by the engine in this process."""
-    torch.set_num_threads(threads)
-    peer = Peer(BUILTIN, dtype)
-    llm = LLM(dtype=dtype, num_threads=threads)
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+def measure_offline(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """One request and sixteen, by transformers and by the engine in this process, speculating and not."""
+    torch.set_num_threads(chosen.threads)
+    peer = Peer(BUILTIN, chosen.dtype)
+    tokenizer = Tokenizer.load(BUILTIN)
+    assert tokenizer is not None, f"{BUILTIN} has no tokenizer"
+    params = SamplingParams(temperature=0.0, max_tokens=chosen.num_tokens, ignore_eos=True)
 
-    def ours(prompts: Prompts) -> int:
-        return sum(len(answer.outputs[0].token_ids) for answer in llm.generate(prompts, params))
+    def engine(speculative_tokens: str) -> Answer:
+        # Every run computes its prompts anew: transformers keeps nothing either.
+        options = {"prefix_cache": "off", "speculative_tokens": speculative_tokens}
+        llm = LLM(dtype=chosen.dtype, num_threads=chosen.threads, **options)
+        return lambda prompts: sum(len(answer.outputs[0].token_ids) for answer in llm.generate(prompts, params))
 
     def theirs(prompts: Prompts) -> int:
-        return sum(map(len, peer.generate(prompts, num_tokens)))
+        return sum(map(len, peer.generate(prompts, chosen.num_tokens)))
 
+    ours, plain = engine("auto"), engine("0")
     records = []
-    for name, prompts in (("one request", prompts_of(1, 128)), ("16 requests", prompts_of(NUM_REQUESTS, 512))):
-        our_runs, peer_runs = rates([ours, theirs], prompts, repeat)
-        our_rate, peer_rate = statistics.median(our_runs), statistics.median(peer_runs)
-        records.append(
-            {
-                "name": name,
-                "ratio": our_rate / peer_rate,
-                "goal": GOALS[name],
-                "tokens_per_second": our_rate,
-                "transformers_tokens_per_second": peer_rate,
-                "runs": our_runs,
-                "transformers_runs": peer_runs,
-                "prompt_tokens": [len(prompt) for prompt in prompts],
-                "output_tokens": num_tokens,
-            }
-        )
-    llm.close()
+    for name, count, longest in (("one request", 1, 128), ("16 requests", NUM_REQUESTS, 512)):
+        prompts = prompts_of(tokenizer, count, longest)
+        *both_runs, peer_runs = rates([ours, plain, theirs], prompts, chosen.repeat)
+        peer_rate = statistics.median(peer_runs)
+        for suffix, runs in zip(("", ", no drafts"), both_runs, strict=True):
+            records.append(
+                {
+                    "name": name + suffix,
+                    "ratio": statistics.median(runs) / peer_rate,
+                    "goal": GOALS[name],
+                    "tokens_per_second": statistics.median(runs),
+                    "transformers_tokens_per_second": peer_rate,
+                    "runs": runs,
+                    "transformers_runs": peer_runs,
+                    "prompt_tokens": [len(prompt) for prompt in prompts],
+                    "output_tokens": chosen.num_tokens,
+                }
+            )
     return records
 
 
-def measure_server(threads: int, dtype: str, num_tokens: int, repeat: int, offline: float) -> list[dict[str, Any]]:
+def measure_server(chosen: argparse.Namespace, offline: float) -> list[dict[str, Any]]:
     """Sixteen streaming clients of a server, against the same sixteen requests offline; and how soon it is ready."""
     first: list[float] = []
-    with serving("--dtype", dtype, "--num-threads", str(threads)) as server:
+    tokenizer = Tokenizer.load(BUILTIN)
+    assert tokenizer is not None, f"{BUILTIN} has no tokenizer"
+    flags = ("--dtype", chosen.dtype, "--num-threads", str(chosen.threads), "--prefix-cache", "off")
+    with serving(*flags) as server:
 
         def answer(prompts: Prompts) -> int:
-            ask = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+            ask = {"max_tokens": chosen.num_tokens, "temperature": 0, "ignore_eos": True}
             streams = stream_all(server.port, [{"prompt": prompt, **ask} for prompt in prompts])
             first.extend(stream.first for stream in streams)
             return sum(stream.num_tokens for stream in streams)
 
-        (runs,) = rates([answer], prompts_of(NUM_REQUESTS, 512), repeat)
+        (runs,) = rates([answer], prompts_of(tokenizer, NUM_REQUESTS, 512), chosen.repeat)
     served = statistics.median(runs)
     return [
         {
@@ -145,15 +159,15 @@ def measure_import() -> dict[str, Any]:
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
-    print(f"{'':<20}{'deltaserve':>14}{'transformers':>14}{'ratio':>9}{'goal':>9}")
+    print(f"{'':<24}{'deltaserve':>14}{'transformers':>14}{'ratio':>9}{'goal':>9}")
     for record in records:
         if "ratio" in record:
             peer = record.get("transformers_tokens_per_second")
             theirs = f"{peer:.1f} tok/s" if peer else ""
             ours = f"{record['tokens_per_second']:.1f} tok/s"
-            print(f"{record['name']:<20}{ours:>14}{theirs:>14}{record['ratio']:>9.2f}{'>= ' + str(record['goal']):>9}")
+            print(f"{record['name']:<24}{ours:>14}{theirs:>14}{record['ratio']:>9.2f}{'>= ' + str(record['goal']):>9}")
         else:
-            print(f"{record['name']:<20}{record['seconds']:>12.3f} s{'':>23}{'<= ' + str(record['goal']):>9}")
+            print(f"{record['name']:<24}{record['seconds']:>12.3f} s{'':>23}{'<= ' + str(record['goal']):>9}")
 
 
 def main() -> None:
@@ -165,9 +179,9 @@ def main() -> None:
     chosen = parser.parse_args()
     facts = environment(chosen.threads, chosen.dtype)
     records = [measure_import()]
-    records += measure_offline(chosen.threads, chosen.dtype, chosen.num_tokens, chosen.repeat)
-    offline = records[-1]["tokens_per_second"]
-    records += measure_server(chosen.threads, chosen.dtype, chosen.num_tokens, chosen.repeat, offline)
+    offline = measure_offline(chosen)
+    (sixteen,) = [record["tokens_per_second"] for record in offline if record["name"] == "16 requests"]
+    records += [*offline, *measure_server(chosen, sixteen)]
     print(f"{facts['cpu']}, {facts['threads']} threads, {facts['dtype']}, torch {facts['versions']['torch']}\n")
     print_table(records)
     print()
