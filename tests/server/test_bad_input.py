@@ -53,7 +53,7 @@ def test_depth_is_no_fault_of_the_server(server: Running, fields: dict[str, Any]
     assert answer.status_code in ((200, 400) if "tool_calls" in str(fields) else (400,)), answer.text
 
 
-@pytest.mark.parametrize(("body", "words"), BODIES)
+@pytest.mark.parametrize(("body", "words"), BODIES, ids=range(len(BODIES)))  # bodies are too long for names
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 def test_bodies_that_are_no_request(server: Running, path: str, body: bytes, words: str) -> None:
     told = error(server.http.post(path, content=body, headers={"content-type": "application/json"}), 400)
