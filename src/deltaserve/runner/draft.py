@@ -24,9 +24,9 @@ from torch import Tensor
 
 from deltaserve.core.plan import NO_SLOT, Plan
 from deltaserve.layers.context import ForwardContext
-from deltaserve.ops.layout import BLOCK, Layout, Segment
-from deltaserve.runner.inputs import Batch, Ints, Seats, alike, to_device
-from deltaserve.runner.memory import Pools, blocks_of
+from deltaserve.ops.layout import BLOCK
+from deltaserve.runner.inputs import Batch, Ints, Seats, Span, lay_out
+from deltaserve.runner.memory import Pools
 from deltaserve.runner.model import Model
 from deltaserve.runner.sampling import Drafts, Sampler
 
@@ -111,38 +111,16 @@ class LookAhead:
 
     def _enter(self, seats: Ints, starts: Ints, ends: Ints, hidden_TD: Tensor, num_decode: int) -> Tensor:
         """Makes the entries from `starts` to `ends` - 1 of each row; what the layer says after each."""
-        table, counts = self.seats, ends - starts
-        row_starts = np.concatenate(([0], counts.cumsum()))
-        seat_T = np.repeat(seats, counts)
-        position_T = np.arange(int(row_starts[-1])) + np.repeat(starts - row_starts[:-1], counts)
-        block_T = table.block_table[seat_T, position_T // BLOCK].astype(np.int64)
-        assert block_T.min() >= 0, "an entry has no KV block"
-        nowhere_B, nowhere_T = np.full(len(seats), NO_SLOT), np.full(len(seat_T), NO_SLOT)
-        ranges = alike(counts, num_decode)
-        token_ids, read, write, position, kv_index, block_table, context_len, *cu_seqlens = to_device(
+        counts = ends - starts
+        token_ids, layout, _ = lay_out(
             hidden_TD.device,
-            table.token_ids[seat_T, position_T],
-            nowhere_B,
-            nowhere_T,
-            position_T,
-            block_T * BLOCK + position_T % BLOCK,
-            table.block_table[seats, : blocks_of(int(ends.max()))],
-            ends.astype(np.int32),
-            *((row_starts[first : end + 1] - row_starts[first]).astype(np.int32) for first, end, _ in ranges),
+            self.seats,
+            Span(seats, starts, counts, num_decode),
+            read_slot_B=np.full(len(seats), NO_SLOT),
+            write_slot_T=np.full(int(counts.sum()), NO_SLOT),
+            take_along=counts[:0],
+            first_key=FIRST_ENTRY,
         )
-        segments = tuple(
-            Segment(
-                is_step=is_step,
-                row_start=first,
-                row_end=end,
-                token_start=int(row_starts[first]),
-                token_end=int(row_starts[end]),
-                max_len=int(counts[first:end].max()),
-                cu_seqlens=cu,
-            )
-            for (first, end, is_step), cu in zip(ranges, cu_seqlens, strict=True)
-        )
-        layout = Layout(segments, read, write, position, block_table, kv_index, context_len, first_key=FIRST_ENTRY)
         context = ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)
         return self.model.look_ahead(token_ids, hidden_TD, context)
 

@@ -109,41 +109,19 @@ class Inputs:
         starts = np.array([row.start for row in rows], dtype=np.int64)
         counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
         row_starts = np.concatenate(([0], counts.cumsum()))
-        num_tokens = int(row_starts[-1])
         sampling = np.flatnonzero(np.array([row.samples for row in rows]))
         num_guesses = np.array([row.num_guesses for row in rows], dtype=np.int64)
-
-        seat_T = np.repeat(seats, counts)
-        position_T = np.arange(num_tokens) + np.repeat(starts - row_starts[:-1], counts)
-        block_T = table.block_table[seat_T, position_T // BLOCK].astype(np.int64)
-        assert block_T.min() >= 0, "a token has no KV block"
         ends = starts + counts
-        ranges = alike(counts, plan.num_decode)
-        token_ids, read_slot, write_slot, position, kv_index, block_table, context_len, last, *cu_seqlens = to_device(
+        token_ids, layout, last = lay_out(
             self.device,
-            table.token_ids[seat_T, position_T],
-            np.array([row.read_slot for row in rows], dtype=np.int64),
-            np.fromiter(chain.from_iterable(row.write_slots for row in rows), np.int64, num_tokens),
-            position_T,
-            block_T * BLOCK + position_T % BLOCK,
-            table.block_table[seats, : blocks_of(int(ends.max()))],
-            ends.astype(np.int32),
-            _tails(row_starts[1:][sampling], 1 + num_guesses[sampling]),
-            *((row_starts[first : end + 1] - row_starts[first]).astype(np.int32) for first, end, _ in ranges),
+            table,
+            Span(seats, starts, counts, plan.num_decode),
+            read_slot_B=np.array([row.read_slot for row in rows], dtype=np.int64),
+            write_slot_T=np.fromiter(
+                chain.from_iterable(row.write_slots for row in rows), np.int64, int(row_starts[-1])
+            ),
+            take_along=_tails(row_starts[1:][sampling], 1 + num_guesses[sampling]),
         )
-        segments = tuple(
-            Segment(
-                is_step=is_step,
-                row_start=first,
-                row_end=end,
-                token_start=int(row_starts[first]),
-                token_end=int(row_starts[end]),
-                max_len=int(counts[first:end].max()),
-                cu_seqlens=cu,
-            )
-            for (first, end, is_step), cu in zip(ranges, cu_seqlens, strict=True)
-        )
-        layout = Layout(segments, read_slot, write_slot, position, block_table, kv_index, context_len)
         context = ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)
         num_top = table.num_top[seats]
         scored = [
@@ -153,13 +131,69 @@ class Inputs:
         return Batch(token_ids, context, last, row_starts, sampling, seats, starts, ends, num_guesses, scored)
 
 
+@dataclass(frozen=True)
+class Span:
+    """Tokens `starts` to `starts + counts - 1` of the sequences in `seats`; the first `num_decode` rows extend."""
+
+    seats: Ints
+    starts: Ints
+    counts: Ints
+    num_decode: int
+
+
+def lay_out(
+    device: torch.device,
+    table: Seats,
+    span: Span,
+    read_slot_B: Ints,
+    write_slot_T: Ints,
+    take_along: Ints,
+    first_key: int = 0,
+) -> tuple[Tensor, Layout, Tensor]:
+    """The span's token ids [T] int64 and their layout, in one copy to the device, and `take_along` with them."""
+    seats, counts = span.seats, span.counts
+    row_starts = np.concatenate(([0], counts.cumsum()))
+    seat_T = np.repeat(seats, counts)
+    position_T = np.arange(int(row_starts[-1])) + np.repeat(span.starts - row_starts[:-1], counts)
+    block_T = table.block_table[seat_T, position_T // BLOCK].astype(np.int64)
+    assert block_T.min() >= 0, "a token has no KV block"
+    ends = span.starts + counts
+    ranges = _alike(counts, span.num_decode)
+    token_ids, read_slot, write_slot, position, kv_index, block_table, context_len, along, *cu_seqlens = to_device(
+        device,
+        table.token_ids[seat_T, position_T],
+        read_slot_B,
+        write_slot_T,
+        position_T,
+        block_T * BLOCK + position_T % BLOCK,
+        table.block_table[seats, : blocks_of(int(ends.max()))],
+        ends.astype(np.int32),
+        take_along,
+        *((row_starts[first : end + 1] - row_starts[first]).astype(np.int32) for first, end, _ in ranges),
+    )
+    segments = tuple(
+        Segment(
+            is_step=is_step,
+            row_start=first,
+            row_end=end,
+            token_start=int(row_starts[first]),
+            token_end=int(row_starts[end]),
+            max_len=int(counts[first:end].max()),
+            cu_seqlens=cu,
+        )
+        for (first, end, is_step), cu in zip(ranges, cu_seqlens, strict=True)
+    )
+    layout = Layout(segments, read_slot, write_slot, position, block_table, kv_index, context_len, first_key=first_key)
+    return token_ids, layout, along
+
+
 def _tails(ends: Ints, lengths: Ints) -> Ints:
     """The last `lengths[i]` numbers before each of `ends`."""
     starts = lengths.cumsum() - lengths
     return np.arange(int(lengths.sum())) + np.repeat(ends - lengths - starts, lengths)
 
 
-def alike(counts: Ints, num_decode: int) -> list[tuple[int, int, bool]]:
+def _alike(counts: Ints, num_decode: int) -> list[tuple[int, int, bool]]:
     """(first row, row after the last, is a step) of each segment: extending rows of one length, then the rest."""
     cuts = [0, *(1 + np.flatnonzero(np.diff(counts[:num_decode]))), num_decode] if num_decode else [0]
     ranges = [(int(first), int(end), True) for first, end in pairwise(cuts)]
