@@ -120,7 +120,7 @@ def test_an_idle_server_ends_at_once() -> None:
         start = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         assert server.ends() == 0
-        assert time.monotonic() - start < 10, "it waits for the shutdown timeout of 30 s"
+        assert time.monotonic() - start < 10, "it waits for the shutdown timeout of 20 s"
 
 
 def test_what_outlasts_the_timeout_is_answered_with_an_error() -> None:
@@ -147,7 +147,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         start = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert server.ends() != 0
-        assert time.monotonic() - start < 10, "it waits for the shutdown timeout of 30 s"
+        assert time.monotonic() - start < 10, "it waits for the shutdown timeout of 20 s"
         peer.close()
 
 
