@@ -47,7 +47,7 @@ def draw_config(draw: random.Random, number: int, folder: Path | None, dtype: st
         state_dtype=dtype,  # type: ignore[arg-type]
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + spare,
-        num_blocks=draw.choice([2, 3, 4, 6, 10, 20]) if number else 20,
+        num_blocks=draw.choice([2, 3, 4, 6, 10, 20]) if number else 11,
         num_slots=max_num_seqs * (1 + guesses) + draw.choice([0, 1, 2, 5, 30]) if number else 20,
         speculative_tokens=str(guesses),  # type: ignore[arg-type]
         prefix_cache=draw.choice(["on", "on", "on", "off"]) if number else "on",

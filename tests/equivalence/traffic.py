@@ -26,6 +26,7 @@ class Traffic:
     def run(self, num_requests: int, tolerance: float) -> Counter[str]:
         """Returns how often each kind of event was seen."""
         draw, engine = self.draw, self.engine
+        self._open_the_day()
         arrivals, num_arrived, steps = draw.choice([0.05, 0.3, 1.0]), 0, 0
         while num_arrived < num_requests or engine.has_work():
             while num_arrived < num_requests and draw.random() < arrivals:
@@ -50,11 +51,25 @@ class Traffic:
         for answer in self.finished:
             self.truth.check(answer, stop_ids, engine.max_model_len, tolerance)
             self.seen[f"finished: {answer.finish_reason}"] += 1
-        self.seen["preempted"] += engine.stats().preemptions
+        self.seen["preempted"] += engine.stats().preemptions - self.seen["sent back"]
         self.seen["tokens from the cache"] += engine.stats().cached_tokens
         self.seen["mixed steps"] += self.watched.workers.num_mixed
         self.seen["chunks before the last"] += self.watched.workers.num_chunks
         return self.seen
+
+    def _open_the_day(self) -> None:
+        """Undisturbed: requests that come in easily, but whose answers need three blocks each; then a second turn."""
+        longest, vocab = self.engine.max_model_len, range(self.truth.vocab_size)
+        prompts = [self.draw.choices(vocab, k=min(60, longest - 1)) for _ in range(self.engine.config.max_num_seqs)]
+        for turn in range(2):
+            for number, prompt in enumerate(prompts):
+                params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True, seed=number)
+                name = f"turn {turn} of {number}"
+                self._add(Request(request_id=name, prompt_token_ids=prompt, params=params, arrival=0.0))
+            while self.engine.has_work():
+                self._step()
+            said = self.finished[-1]
+            prompts = [(said.request.prompt_token_ids + said.token_ids + [0])[: longest - 1]]
 
     def _arrive(self, name: str) -> None:
         draw, longest = self.draw, self.engine.max_model_len
@@ -66,8 +81,20 @@ class Traffic:
             arrival=0.0,
             cache_salt=draw.choice([None, None, None, "tenant"]),
         )
+        self._add(request)
+        if draw.random() < 0.1:
+            self._abort(name)
+
+    def _add(self, request: Request) -> None:
         self.engine.add(request)
-        self.open[name] = Answer(request)
+        self.open[request.request_id] = Answer(request)
+
+    def _abort(self, name: str) -> None:
+        phase = "after its first token" if self.open.pop(name).token_ids else "before its first token"
+        assert self.engine.abort(name, "disconnect")
+        assert not self.engine.abort(name, "disconnect"), "aborted twice"
+        self.seen[f"aborted {phase}"] += 1
+        self.engine.check()
 
     def _prompt(self, length: int) -> list[int]:
         """What is shared with others, or what was said before, then something new."""
@@ -112,12 +139,7 @@ class Traffic:
     def _interfere(self) -> None:
         draw, engine = self.draw, self.engine
         if self.open and draw.random() < 0.03:
-            name = draw.choice(list(self.open))
-            phase = "after its first token" if self.open.pop(name).token_ids else "before its first token"
-            assert engine.abort(name, "disconnect")
-            assert not engine.abort(name, "disconnect"), "aborted twice"
-            self.seen[f"aborted {phase}"] += 1
-            engine.check()
+            self._abort(draw.choice(list(self.open)))
         if self.open and draw.random() < 0.06:
             self.seen["sent back"] += engine.scheduler.preempt(draw.choice(list(self.open)))
             engine.check()
