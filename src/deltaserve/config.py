@@ -34,13 +34,17 @@ class EngineConfig:
     max_num_seqs: int = option(64, "requests that run at once")
     max_num_batched_tokens: int = option(2048, "tokens computed in one step; long prompts are cut to it", "tokens")
     cache_memory_gib: float | None = option(
-        None, "memory for KV blocks and state slots; by default what is free, at most 4 on a CPU", "GiB"
+        None,
+        "memory for KV blocks and state slots; by default 0.9 of what the weights leave, on a CPU half, at most 4",
+        "GiB",
     )
     num_blocks: int | None = option(None, "KV blocks of 64 tokens; by default from the cache memory")
-    num_slots: int | None = option(None, "state slots; by default from max_num_seqs")
+    num_slots: int | None = option(
+        None, "state slots; by default those of max_num_seqs requests, and with the prefix cache some for snapshots"
+    )
     prefix_cache: Switch = option("on", "keep the memory of finished prefixes, for prompts that begin alike")
     speculative_tokens: Speculation = option(
-        "auto", "most tokens guessed ahead by the MTP layer; auto is 3 where the checkpoint has one"
+        "auto", "most tokens guessed ahead by the MTP layer; auto is 3 on a GPU where the checkpoint has one, else 0"
     )
     num_threads: int | None = option(
         None, "CPU threads; by default one for every 64 MiB of weights, as far as there are cores"

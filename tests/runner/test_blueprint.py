@@ -55,8 +55,9 @@ def test_inspect_tells_the_plan_and_reads_no_weight(tmp_path: Path, monkeypatch:
     without = inspect(config_for(folder, max_num_seqs=3, num_blocks=48, prefix_cache="off"))
     assert re.search(r"state slots +3 x ", without)
     assert "prefix cache off" in without
-    assert "up to 3 tokens ahead" in inspect(EngineConfig())
+    assert "up to 3 tokens ahead" in inspect(EngineConfig(speculative_tokens="3"))
     assert "5,074,144 parameters" in inspect(EngineConfig(speculative_tokens="0"))
+    assert "speculation off" in inspect(EngineConfig(device="cpu")), "guesses do not pay on a CPU"
     with pytest.raises(AssertionError, match="reads a weight"):
         load_model(folder, Blueprint.draw(config_for(folder)).model, torch.float32, torch.device("cpu"), progress=False)
 

@@ -120,5 +120,8 @@ def test_an_open_last_message_ends_the_text() -> None:
     turns = messages(say("user", "hi"), say("assistant", "Well,  "))
     text = render(TOKENIZER, turns, continue_final_message=True)
     assert text.endswith("<|im_start|>assistant\nWell,")
+    for last in ("|", "end", "<", "i", "im_end", "assistant", "<think>x</think>So"):
+        open_text = render(TOKENIZER, messages(say("user", "hi"), say("assistant", last)), continue_final_message=True)
+        assert open_text.endswith("<|im_start|>assistant\n" + last.removeprefix("<think>x</think>"))
     with pytest.raises(ApiError, match="no text to go on from"):
         render(TOKENIZER, messages(say("user", "hi"), say("assistant", "")), continue_final_message=True)

@@ -44,7 +44,7 @@ class Blueprint:
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, device, model.checkpoint_dtype)
         state = state_dtype(config.state_dtype)
-        num_guesses = _num_guesses(config.speculative_tokens, path)
+        num_guesses = _num_guesses(config.speculative_tokens, path, device)
         outline = empty_model(model, dtype, num_guesses > 0)
         sizes = footprint(model, dtype, state, weight_bytes(outline), num_guesses > 0)
         keeps_prefixes = config.prefix_cache == "on"
@@ -81,9 +81,10 @@ class Blueprint:
         )
 
 
-def _num_guesses(wish: str, path: Path) -> int:
+def _num_guesses(wish: str, path: Path, device: torch.device) -> int:
     """Raises ValueError when guesses are asked for and the checkpoint has no layer that makes them."""
-    if wish == "0":
+    # On a CPU a step that checks guesses costs what they save, or more (docs/LOG.md): there they wait to be asked for.
+    if wish == "0" or (wish == "auto" and device.type == "cpu"):
         return 0
     if has_mtp(path):
         return AUTO_GUESSES if wish == "auto" else int(wish)

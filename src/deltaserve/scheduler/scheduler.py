@@ -171,7 +171,7 @@ class Scheduler:
         seated = self._admit(budget)
         seatings = [s.seating() for s in seated]
         sizes = {s.order: 1 + k for s, k in zip(extending, drafts, strict=True)}
-        num_propose = min(self._speculation.choose(len(extending)), self._cache.max_keep - 1)
+        num_propose = min(self._speculation.choose(max(len(extending), 1)), self._cache.max_keep - 1)
         planned = self._place(sizes | self._share_prompts(budget), num_propose)
         assert planned, "requests wait and none can move"
         assert all(s.lease is not None for s in seated), "a request is let in and sent back in one step"

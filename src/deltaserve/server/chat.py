@@ -5,6 +5,7 @@ Knows the templates' habits (those of the Qwen family among them), no token id a
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -74,6 +75,7 @@ def render(
         )
     turns = [_turn(index, message) for index, message in enumerate(messages)]
     opening = not continue_final_message and add_generation_prompt
+    mark = _mark_end(turns[-1]) if continue_final_message else ""
 
     def fill(turns: list[dict[str, Any]]) -> str:
         return renderer.render_chat(turns, add_generation_prompt=opening, chat_template=chat_template, **kwargs)
@@ -88,7 +90,7 @@ def render(
             text = fill(gathered)
         except ValueError:
             raise _refused(refusal) from None
-    return _leave_open(text, turns[-1]["content"]) if continue_final_message else text
+    return _leave_open(text, mark) if continue_final_message else text
 
 
 def _refused(refusal: ValueError) -> ApiError:
@@ -155,9 +157,17 @@ def _gather_system(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n\n".join(system)}, *others] if system else turns
 
 
-def _leave_open(text: str, last: str) -> str:
-    """Cuts what the template puts behind the last message."""
-    end = text.rfind(last.strip()) if last.strip() else -1
-    if end < 0:
+def _mark_end(turn: dict[str, Any]) -> str:
+    """Puts a mark that stands nowhere else behind the turn's text: its end is found by it after the template."""
+    last, mark = turn["content"].strip(), secrets.token_hex(16)
+    if not last:
         raise bad_request("the last message has no text to go on from", "continue_final_message")
-    return text[: end + len(last.strip())]
+    turn["content"] = last + mark
+    return mark
+
+
+def _leave_open(text: str, mark: str) -> str:
+    """Cuts what the template puts behind the last message."""
+    if mark not in text:
+        raise bad_request("the chat template leaves out the last message's end", "continue_final_message")
+    return text[: text.rindex(mark)]
