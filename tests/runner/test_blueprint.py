@@ -57,7 +57,7 @@ def test_inspect_tells_the_plan_and_reads_no_weight(tmp_path: Path, monkeypatch:
     assert "prefix cache off" in without
     assert "up to 3 tokens ahead" in inspect(EngineConfig(speculative_tokens="3"))
     assert "5,074,144 parameters" in inspect(EngineConfig(speculative_tokens="0"))
-    assert "speculation off" in inspect(EngineConfig(device="cpu")), "guesses do not pay on a CPU"
+    assert "speculation off" in inspect(EngineConfig(device="cpu")), "on a CPU guesses wait to be asked for"
     with pytest.raises(AssertionError, match="reads a weight"):
         load_model(folder, Blueprint.draw(config_for(folder)).model, torch.float32, torch.device("cpu"), progress=False)
 

@@ -83,7 +83,7 @@ class Blueprint:
 
 def _num_guesses(wish: str, path: Path, device: torch.device) -> int:
     """Raises ValueError when guesses are asked for and the checkpoint has no layer that makes them."""
-    # On a CPU a step that checks guesses costs what they save, or more (docs/LOG.md): there they wait to be asked for.
+    # On a CPU wrong guesses cost a fifth of the speed, right ones gain a quarter (docs/LOG.md): there they are asked for.
     if wish == "0" or (wish == "auto" and device.type == "cpu"):
         return 0
     if has_mtp(path):
