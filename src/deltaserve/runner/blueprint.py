@@ -83,7 +83,7 @@ class Blueprint:
 
 def _num_guesses(wish: str, path: Path, device: torch.device) -> int:
     """Raises ValueError when guesses are asked for and the checkpoint has no layer that makes them."""
-    # On a CPU wrong guesses cost a fifth of the speed, right ones gain a quarter (docs/LOG.md): there they are asked for.
+    # On a CPU wrong guesses cost a fifth of the speed and right ones gain a quarter (docs/LOG.md): not unasked.
     if wish == "0" or (wish == "auto" and device.type == "cpu"):
         return 0
     if has_mtp(path):
