@@ -119,6 +119,8 @@ def test_forms_of_prompts(llm: LLM) -> None:
     assert [result.outputs[0].text for result in mixed] == ["a b", "one two", "c"]
     assert [result.prompt for result in mixed] == ["a b", None, "c"]
     assert llm.generate([]) == []
+    once: Any = (text for text in ("a b", "c"))
+    assert [result.outputs[0].text for result in llm.generate(once)] == ["a b", "c"]
 
 
 def test_params_for_all_or_for_each(engine: Echo, llm: LLM) -> None:

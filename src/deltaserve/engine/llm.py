@@ -100,7 +100,10 @@ class LLM:
         Results come in the order of the prompts. A request that fails alone has finish_reason "error".
         Raises ValueError, before anything is computed, for a prompt or a parameter that cannot be.
         """
-        items: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
+        given: Any = prompts
+        if not isinstance(prompts, str) and isinstance(prompts, Iterable):
+            given = list(prompts)  # once: a generator gives its items to the first who asks
+        items: list[Any] = [given] if _is_prompt(given) else given
         encoded = []
         for number, item in enumerate(items):
             with _naming(number, len(items)):
