@@ -18,6 +18,7 @@ chat: $(VENV)/.installed  ## talk to the built-in model in the terminal
 	$(BIN)/deltaserve chat $(ARGS)
 
 test: $(VENV)/.ready  ## every test that needs neither a GPU nor an outside client
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/ops/interpreted
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-gpu: $(VENV)/.ready  ## the tests that need a GPU

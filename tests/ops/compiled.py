@@ -1,0 +1,75 @@
+"""Compiles a kernel for GPUs that are not there, and says what it takes of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HOPPER, AMPERE, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32), GPUTarget("hip", "gfx942", 64)
+TARGETS = {"sm_90": HOPPER, "sm_80": AMPERE, "gfx942": CDNA3}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one compiled kernel. AMD: vector registers and spilled vector registers of one lane."""
+
+    registers: int
+    spilled: int
+    """Bytes of the stack frame on NVIDIA, registers on AMD."""
+    shared: int
+    """Bytes."""
+    assembly: str
+    """PTX, or AMD's."""
+
+
+def compile_for(
+    target: GPUTarget,
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Resources:
+    """`signature`: argument name -> Triton type ("*bf16", "i32", "fp32"; a constexpr's name is in `constants`)."""
+    whole = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
+    # What a launch would find out: pointers, and sizes where the caller says so, are divisible by 16.
+    attributes = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name, kind in whole.items() if kind[0] == "*"
+    }
+    source = ASTSource(kernel, whole, dict(constants), attributes)
+    found = triton.compile(
+        source, target=target, options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    )
+    shared = int(found.metadata.shared)
+    if target.backend == "hip":
+        text = found.asm["amdgcn"]
+        return Resources(
+            _number(r"\.vgpr_count:\s+(\d+)", text), _number(r"\.vgpr_spill_count:\s+(\d+)", text), shared, text
+        )
+    usage = _resource_usage(found.asm["cubin"])
+    return Resources(_number(r"REG:(\d+)", usage), _number(r"STACK:(\d+)", usage), shared, found.asm["ptx"])
+
+
+def _resource_usage(cubin: bytes) -> str:
+    dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [dump, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found, f"no {pattern} in {text[:300]}"
+    return int(found.group(1))
