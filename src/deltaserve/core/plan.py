@@ -6,6 +6,8 @@ by seat, never by the position of a row in a batch.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 
 from deltaserve.core.request import SamplingParams, TokenLogprobs
@@ -83,3 +85,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     rows: list[RowResult]
+
+
+class Pending(Protocol):
+    """A plan that was launched."""
+
+    def result(self) -> Result:
+        """Waits for the outcome. Called once, for each plan in the order of their launch."""

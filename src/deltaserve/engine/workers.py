@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deltaserve.config import EngineConfig
-from deltaserve.core.plan import Plan, Result
+from deltaserve.core.plan import Pending, Plan, Result
 from deltaserve.models.load import load_model
 from deltaserve.runner.blueprint import Blueprint
 from deltaserve.runner.device import choose_threads
@@ -27,9 +27,13 @@ class Workers:
         pools = allocate(it.model, it.memory, it.dtype, it.state_dtype, fill, with_mtp)
         self.runner: Runner | None = Runner(model, it.model.vocab_size, it.memory, pools, it.dtype)
 
-    def step(self, plan: Plan) -> Result:
+    def launch(self, plan: Plan) -> Pending:
+        """Begin a step; its outcome can be had later. Steps are computed in the order of their launch."""
         assert self.runner is not None, "the workers are closed"
-        return self.runner.step(plan)
+        return self.runner.launch(plan)
+
+    def step(self, plan: Plan) -> Result:
+        return self.launch(plan).result()
 
     def close(self) -> None:
         """Lets go of the model and the pools, and of the say in how many threads torch uses. Harmless when repeated."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 import torch
 from torch import Tensor
 
-from deltaserve.core.plan import Plan, Result, RowResult
+from deltaserve.core.plan import Pending, Plan, Result, RowResult
 from deltaserve.core.request import TokenLogprobs
 from deltaserve.runner.draft import Guesser, LookAhead, guesses_of
 from deltaserve.runner.inputs import Batch, Inputs, Seats
@@ -16,6 +18,16 @@ from deltaserve.runner.sampling import NonFiniteLogitsError, Sampler
 
 LOGITS_BYTES = 64 << 20
 """Logits of known prompt tokens are computed in slices of about this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step that is over before anybody asks for its outcome."""
+
+    outcome: Result
+
+    def result(self) -> Result:
+        return self.outcome
 
 
 class Runner:
@@ -31,6 +43,11 @@ class Runner:
         self.sampler = Sampler(plan.max_num_seqs, vocab_size, device, logits_dtype)
         self.guesser: Guesser | None = None if model.mtp is None else LookAhead(model, self.seats, self.sampler, pools)
         self.slice_len = max(1, LOGITS_BYTES // (vocab_size * logits_dtype.itemsize))
+
+    def launch(self, plan: Plan) -> Pending:
+        """Begin a step. Steps are computed in the order of their launch; the next may be launched before this one's
+        outcome is known."""
+        return Computed(self.step(plan))
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> Result:
