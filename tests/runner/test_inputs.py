@@ -12,7 +12,7 @@ import torch
 from deltaserve.core.plan import Plan, Row, Seating
 from deltaserve.core.request import SamplingParams
 from deltaserve.ops.layout import BLOCK
-from deltaserve.runner.inputs import Batch, Inputs, Ints, Seats, _pack, _unpack
+from deltaserve.runner.inputs import Batch, Inputs, Ints, Numbers, Seats, _pack, _unpack
 from deltaserve.runner.memory import Pools
 
 CPU = torch.device("cpu")
@@ -31,7 +31,9 @@ def row(seat: int, start: int, num_tokens: int, *, samples: bool = True, **where
 
 
 def build(seats: Seats, rows: list[Row], num_decode: int) -> Batch:
-    return Inputs(seats, POOLS, CPU).build(Plan(step=0, rows=rows, num_decode=num_decode))
+    for each in rows:
+        seats.append_blocks(each.seat, each.new_blocks)
+    return Inputs(seats, POOLS, CPU).build(Numbers.of(Plan(step=0, rows=rows, num_decode=num_decode)))
 
 
 def test_mixed_step_by_hand() -> None:
@@ -48,8 +50,10 @@ def test_mixed_step_by_hand() -> None:
     assert layout.block_table.tolist() == [[20, 21], [5, -1]]
     assert layout.kv_index.tolist() == [21 * 64 + 1, 5 * 64, 5 * 64 + 1, 5 * 64 + 2]
     assert layout.context_len.tolist() == [66, 3]
+    assert batch.last is not None
     assert batch.last.tolist() == [0]
-    assert (batch.sampling.tolist(), batch.seats.tolist(), batch.starts.tolist()) == ([0], [3, 1], [65, 0])
+    numbers = batch.numbers
+    assert (numbers.sampling.tolist(), numbers.seats.tolist(), numbers.starts.tolist()) == ([0], [3, 1], [65, 0])
     step, chunk = layout.segments
     assert (step.is_step, step.row_start, step.row_end, step.token_start, step.token_end) == (True, 0, 1, 0, 1)
     assert (chunk.is_step, chunk.row_start, chunk.row_end, chunk.token_start, chunk.token_end) == (False, 1, 2, 1, 4)
@@ -108,7 +112,8 @@ def test_random_steps_against_loops() -> None:
         width = max(len(held[r.seat]) for r in rows)
         assert layout.block_table.tolist() == [held[r.seat] + [-1] * (width - len(held[r.seat])) for r in rows]
         ends = np.cumsum([r.num_tokens for r in rows])
-        assert batch.last.tolist() == [int(end) - 1 for r, end in zip(rows, ends, strict=True) if r.samples]
+        wanted = [int(end) - 1 for r, end in zip(rows, ends, strict=True) if r.samples]
+        assert wanted == (list(range(int(ends[-1]))) if batch.last is None else batch.last.tolist())
 
 
 def test_new_tenant_inherits_nothing() -> None:

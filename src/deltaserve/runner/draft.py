@@ -71,23 +71,25 @@ class LookAhead:
         if len(chosen):
             hidden = self._shifted(batch, hidden_TD, before_BD, starts, ends, chosen)
             num_decode = int((chosen < plan.num_decode).sum())
-            ahead_TD = self._enter(batch.seats[chosen], starts[chosen], ends[chosen], hidden, num_decode)
+            ahead_TD = self._enter(batch.numbers.seats[chosen], starts[chosen], ends[chosen], hidden, num_decode)
             firsts = np.full(len(starts), -1)
             firsts[chosen] = (ends - starts)[chosen].cumsum() - (ends - starts)[chosen]
-        self.seats.num_ahead[batch.seats] = np.minimum(known_B + 1, ends)
+        self.seats.num_ahead[batch.numbers.seats] = np.minimum(known_B + 1, ends)
         if ahead_TD is not None:
             self._chain(plan, batch, ahead_TD, firsts - starts + known_B, known_B)
 
     def _span(self, batch: Batch) -> tuple[Ints, Ints]:
         """The entries that the step makes: from `starts` to `ends` - 1, by their positions."""
-        table, seats = self.seats, batch.seats
-        starts = np.where(table.num_ahead[seats] <= batch.starts, batch.starts, batch.starts + 1)
+        table, seats = self.seats, batch.numbers.seats
+        starts = np.where(
+            table.num_ahead[seats] <= batch.numbers.starts, batch.numbers.starts, batch.numbers.starts + 1
+        )
         room = np.minimum(table.num_blocks[seats] * BLOCK, table.max_len)
-        return np.maximum(starts, FIRST_ENTRY), np.minimum(batch.ends + 1, room)
+        return np.maximum(starts, FIRST_ENTRY), np.minimum(batch.numbers.ends + 1, room)
 
     def _resume(self, plan: Plan, batch: Batch, starts: Ints) -> dict[int, Tensor]:
         """The hidden states from before the step of rows whose first entry needs one; read before any is written."""
-        rows = np.flatnonzero(starts == batch.starts).tolist()
+        rows = np.flatnonzero(starts == batch.numbers.starts).tolist()
         return {row: self.hidden_SD[plan.rows[row].read_slot].clone() for row in rows}
 
     def _keep(self, batch: Batch, hidden_TD: Tensor) -> None:
@@ -102,7 +104,7 @@ class LookAhead:
         """For each entry the hidden state of the token before it."""
         parts = []
         for row in chosen.tolist():
-            first, shift = int(batch.row_starts[row]), int(batch.starts[row]) + 1
+            first, shift = int(batch.numbers.row_starts[row]), int(batch.numbers.starts[row]) + 1
             if row in before:
                 parts.append(before[row][None])
             low = max(int(starts[row]), shift)
@@ -112,13 +114,12 @@ class LookAhead:
     def _enter(self, seats: Ints, starts: Ints, ends: Ints, hidden_TD: Tensor, num_decode: int) -> Tensor:
         """Makes the entries from `starts` to `ends` - 1 of each row; what the layer says after each."""
         counts = ends - starts
-        token_ids, layout, _ = lay_out(
+        token_ids, layout = lay_out(
             hidden_TD.device,
             self.seats,
             Span(seats, starts, counts, num_decode),
             read_slot_B=np.full(len(seats), NO_SLOT),
             write_slot_T=np.full(int(counts.sum()), NO_SLOT),
-            take_along=counts[:0],
             first_key=FIRST_ENTRY,
         )
         context = ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)
@@ -130,7 +131,7 @@ class LookAhead:
         rows, number = np.flatnonzero(wanted), 0
         hidden_BD = ahead_TD[last_B[rows]]
         while len(rows):
-            seats, positions = batch.seats[rows], known_B[rows] + number + 1
+            seats, positions = batch.numbers.seats[rows], known_B[rows] + number + 1
             tokens = self.sampler.draft(self.model.logits(hidden_BD), seats.tolist(), positions.tolist())
             self.seats.token_ids[seats, positions] = tokens
             number += 1
@@ -139,4 +140,4 @@ class LookAhead:
                 return
             rows, hidden_BD = rows[more], hidden_BD[torch.from_numpy(more).to(hidden_BD.device)]
             starts = known_B[rows] + number
-            hidden_BD = self._enter(batch.seats[rows], starts, starts + 1, hidden_BD, len(rows))
+            hidden_BD = self._enter(batch.numbers.seats[rows], starts, starts + 1, hidden_BD, len(rows))

@@ -6,9 +6,10 @@ plan is obeyed, not judged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,8 @@ class Seats:
     num_top      [seats]           likely tokens to tell for each prompt token; -1 tells nothing
     num_ahead    [seats]           the MTP layer's entries are there for positions 1 to num_ahead - 1, since the request
                                    took its seat
+    num_copied   [seats]           blocks that the device's table has (runner/graphs.py)
+    turn         [seats]           how many requests have taken the seat
     """
 
     def __init__(self, num_seats: int, max_model_len: int) -> None:
@@ -45,6 +48,8 @@ class Seats:
         self.num_prompt = np.zeros(num_seats, dtype=np.int64)
         self.num_top = np.full(num_seats, -1, dtype=np.int64)
         self.num_ahead = np.zeros(num_seats, dtype=np.int64)
+        self.num_copied = np.zeros(num_seats, dtype=np.int64)
+        self.turn = np.zeros(num_seats, dtype=np.int64)
 
     def seat(self, seating: Seating) -> None:
         """A request takes the seat; nothing of the one before is left."""
@@ -55,7 +60,8 @@ class Seats:
         self.num_top[seat] = -1 if num_top is None else num_top
         self.num_ahead[seat] = 0
         self.block_table[seat] = -1
-        self.num_blocks[seat] = 0
+        self.num_blocks[seat] = self.num_copied[seat] = 0
+        self.turn[seat] += 1
         self.append_blocks(seat, seating.blocks)
 
     def append_blocks(self, seat: int, blocks: Sequence[int]) -> None:
@@ -66,32 +72,75 @@ class Seats:
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """A plan as arrays of the host. B rows, T tokens, N rows that sample.
+
+    Name         Shape  Meaning
+    seats        [B]    each row's seat
+    starts       [B]    tokens of each row's sequence before the step
+    counts       [B]    tokens of each row
+    num_guesses  [B]    guesses at each row's end
+    read_slot    [B]    as the layout's
+    write_slot   [T]    as the layout's
+    row_starts   [B+1]  first token of each row in the step
+    sampling     [N]    rows that sample
+    num_decode          rows that extend; they come first
+    """
+
+    seats: Ints
+    starts: Ints
+    counts: Ints
+    num_guesses: Ints
+    read_slot: Ints
+    write_slot: Ints
+    row_starts: Ints
+    sampling: Ints
+    num_decode: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Numbers:
+        rows = plan.rows
+
+        def column(values: Iterable[int], count: int = len(rows)) -> Ints:
+            return np.fromiter(values, np.int64, count)
+
+        counts = column(row.num_tokens for row in rows)
+        row_starts = np.concatenate(([0], counts.cumsum()))
+        return cls(
+            seats=column(row.seat for row in rows),
+            starts=column(row.start for row in rows),
+            counts=counts,
+            num_guesses=column(row.num_guesses for row in rows),
+            read_slot=column(row.read_slot for row in rows),
+            write_slot=column(chain.from_iterable(row.write_slots for row in rows), int(row_starts[-1])),
+            row_starts=row_starts,
+            sampling=np.flatnonzero(column(row.samples for row in rows)),
+            num_decode=plan.num_decode,
+        )
+
+    @property
+    def ends(self) -> Ints:
+        """Tokens of each row's sequence after the step, all guesses included."""
+        return self.starts + self.counts
+
+
+@dataclass(frozen=True)
 class Batch:
     """One step, ready to run.
 
     Name         Shape  Dtype   Meaning
+    numbers             -       the plan's, on the host
     token_ids    [T]    int64   tokens to compute, row after row
     context             -       where their memory is
     last         [R]    int64   the tokens whose logits give new ones, by their number in the step: of each sampling row
-                                the last one, and one more for each guess at its end
-    row_starts   [B+1]  -       first token of each row in the step (numpy)
-    sampling     [N]    -       rows that sample (numpy)
-    seats        [B]    -       each row's seat (numpy)
-    starts       [B]    -       tokens of each row's sequence before the step (numpy)
-    ends         [B]    -       and after it (numpy), all guesses included
-    num_guesses  [B]    -       guesses at each row's end (numpy)
+                                the last one, and one more for each guess at its end; None if all are
     scored              -       (row, likely tokens to tell) of rows whose prompt tokens' logprobs are asked for
     """
 
+    numbers: Numbers
     token_ids: Tensor
     context: ForwardContext
-    last: Tensor
-    row_starts: Ints
-    sampling: Ints
-    seats: Ints
-    starts: Ints
-    ends: Ints
-    num_guesses: Ints
+    last: Tensor | None
     scored: list[tuple[int, int]]
 
 
@@ -100,35 +149,35 @@ class Inputs:
 
     def __init__(self, seats: Seats, pools: Pools, device: torch.device) -> None:
         self.seats, self.pools, self.device = seats, pools, device
+        self.last_token: Tensor | None = None
+        """[seats] int64 on the device: each seat's newest token, where steps are launched before the host knows it."""
 
-    def build(self, plan: Plan) -> Batch:
-        rows, table = plan.rows, self.seats
-        for row in rows:
-            table.append_blocks(row.seat, row.new_blocks)
-        seats = np.array([row.seat for row in rows], dtype=np.int64)
-        starts = np.array([row.start for row in rows], dtype=np.int64)
-        counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
-        row_starts = np.concatenate(([0], counts.cumsum()))
-        sampling = np.flatnonzero(np.array([row.samples for row in rows]))
-        num_guesses = np.array([row.num_guesses for row in rows], dtype=np.int64)
-        ends = starts + counts
-        token_ids, layout, last = lay_out(
+    def build(self, numbers: Numbers) -> Batch:
+        sampling, num_guesses = numbers.sampling, numbers.num_guesses
+        last = _tails(numbers.row_starts[1:][sampling], 1 + num_guesses[sampling])
+        fresh = np.flatnonzero(num_guesses[: numbers.num_decode] == 0)
+        token_ids, layout, last_R, place_F, seat_F = lay_out(
             self.device,
-            table,
-            Span(seats, starts, counts, plan.num_decode),
-            read_slot_B=np.array([row.read_slot for row in rows], dtype=np.int64),
-            write_slot_T=np.fromiter(
-                chain.from_iterable(row.write_slots for row in rows), np.int64, int(row_starts[-1])
-            ),
-            take_along=_tails(row_starts[1:][sampling], 1 + num_guesses[sampling]),
+            self.seats,
+            Span(numbers.seats, numbers.starts, numbers.counts, numbers.num_decode),
+            numbers.read_slot,
+            numbers.write_slot,
+            last,
+            numbers.row_starts[fresh],
+            numbers.seats[fresh],
         )
+        if self.last_token is not None and len(fresh):
+            token_ids.index_copy_(0, place_F, self.last_token.index_select(0, seat_F))
         context = ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)
-        num_top = table.num_top[seats]
-        scored = [
-            (int(row), int(num_top[row]))
-            for row in np.flatnonzero((num_top >= 0) & (starts + 1 < table.num_prompt[seats]))
-        ]
-        return Batch(token_ids, context, last, row_starts, sampling, seats, starts, ends, num_guesses, scored)
+        # When every token samples (plain decode), there is nothing to pick.
+        return Batch(
+            numbers, token_ids, context, None if len(last) == len(token_ids) else last_R, self._scored(numbers)
+        )
+
+    def _scored(self, numbers: Numbers) -> list[tuple[int, int]]:
+        num_top = self.seats.num_top[numbers.seats]
+        asked = np.flatnonzero((num_top >= 0) & (numbers.starts + 1 < self.seats.num_prompt[numbers.seats]))
+        return [(int(row), int(num_top[row])) for row in asked]
 
 
 @dataclass(frozen=True)
@@ -147,10 +196,11 @@ def lay_out(
     span: Span,
     read_slot_B: Ints,
     write_slot_T: Ints,
-    take_along: Ints,
+    *take_along: Ints,
     first_key: int = 0,
-) -> tuple[Tensor, Layout, Tensor]:
-    """The span's token ids [T] int64 and their layout, in one copy to the device, and `take_along` with them."""
+) -> Any:
+    """The span's token ids [T] int64, their layout, and each of `take_along` as a tensor: a tuple, in one copy to the
+    device."""
     seats, counts = span.seats, span.counts
     row_starts = np.concatenate(([0], counts.cumsum()))
     seat_T = np.repeat(seats, counts)
@@ -159,7 +209,7 @@ def lay_out(
     assert block_T.min() >= 0, "a token has no KV block"
     ends = span.starts + counts
     ranges = _alike(counts, span.num_decode)
-    token_ids, read_slot, write_slot, position, kv_index, block_table, context_len, along, *cu_seqlens = to_device(
+    token_ids, read_slot, write_slot, position, kv_index, block_table, context_len, *rest = to_device(
         device,
         table.token_ids[seat_T, position_T],
         read_slot_B,
@@ -168,9 +218,10 @@ def lay_out(
         block_T * BLOCK + position_T % BLOCK,
         table.block_table[seats, : blocks_of(int(ends.max()))],
         ends.astype(np.int32),
-        take_along,
+        *take_along,
         *((row_starts[first : end + 1] - row_starts[first]).astype(np.int32) for first, end, _ in ranges),
     )
+    along, cu_seqlens = rest[: len(take_along)], rest[len(take_along) :]
     segments = tuple(
         Segment(
             is_step=is_step,
@@ -184,7 +235,7 @@ def lay_out(
         for (first, end, is_step), cu in zip(ranges, cu_seqlens, strict=True)
     )
     layout = Layout(segments, read_slot, write_slot, position, block_table, kv_index, context_len, first_key=first_key)
-    return token_ids, layout, along
+    return token_ids, layout, *along
 
 
 def _tails(ends: Ints, lengths: Ints) -> Ints:

@@ -1,4 +1,4 @@
-"""Runs one plan on one device: inputs, model, sampler, result. Knows how, and never who or when."""
+"""Runs plans on one device: inputs, model, sampler, result. Knows how, and never who or when."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from deltaserve.core.plan import Pending, Plan, Result, RowResult
 from deltaserve.core.request import TokenLogprobs
 from deltaserve.runner.draft import Guesser, LookAhead, guesses_of
-from deltaserve.runner.inputs import Batch, Inputs, Seats
+from deltaserve.runner.graphs import StepGraphs
+from deltaserve.runner.inputs import Batch, Inputs, Ints, Numbers, Seats, to_device
 from deltaserve.runner.memory import MemoryPlan, Pools
 from deltaserve.runner.model import Model
-from deltaserve.runner.sampling import NonFiniteLogitsError, Sampler
+from deltaserve.runner.sampling import NonFiniteLogitsError, Sampled, Sampler
 
 LOGITS_BYTES = 64 << 20
 """Logits of known prompt tokens are computed in slices of about this size."""
@@ -30,6 +31,23 @@ class Computed:
         return self.outcome
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device computes while the host goes on."""
+
+    runner: Runner
+    plan: Plan
+    batch: Batch
+    hidden: Tensor
+    """[T, D]"""
+    sampled: Sampled | None
+    turns: Ints
+    """Of the seats of the rows that sample: whoever sits there later is not told these tokens."""
+
+    def result(self) -> Result:
+        return self.runner.finish(self)
+
+
 class Runner:
     """Owns the pools and the seats' tables of one device."""
 
@@ -43,50 +61,90 @@ class Runner:
         self.sampler = Sampler(plan.max_num_seqs, vocab_size, device, logits_dtype)
         self.guesser: Guesser | None = None if model.mtp is None else LookAhead(model, self.seats, self.sampler, pools)
         self.slice_len = max(1, LOGITS_BYTES // (vocab_size * logits_dtype.itemsize))
+        self.graphs: StepGraphs | None = None
 
-    def launch(self, plan: Plan) -> Pending:
-        """Begin a step. Steps are computed in the order of their launch; the next may be launched before this one's
-        outcome is known."""
-        return Computed(self.step(plan))
+    def use_graphs(self, graphs: StepGraphs) -> None:
+        """From now on: steps that fit run as graphs, and a step's tokens stay on the device for the next one."""
+        self.graphs = graphs
+        self.inputs.last_token = graphs.last_token
 
     @torch.inference_mode()
-    def step(self, plan: Plan) -> Result:
-        """Compute every row of the plan. A request whose logits are not finite gets an error; its mates do not."""
+    def launch(self, plan: Plan) -> Pending:
+        """Begin a step. Steps are computed in the order of their launch; the next may be launched before this one's
+        outcome is known, if none of its rows ends in guesses that this one makes."""
         for seating in plan.seatings:
             self.seats.seat(seating)
             self.sampler.seat(seating)
-        batch = self.inputs.build(plan)
-        hidden_TD = self.model(batch.token_ids, batch.context)
-        rows = [RowResult()] * len(plan.rows)
-        known = batch.ends.copy()
-        for row, result in zip(batch.sampling.tolist(), self._sample(batch, hidden_TD), strict=True):
+        for row in plan.rows:
+            self.seats.append_blocks(row.seat, row.new_blocks)
+        numbers = Numbers.of(plan)
+        batch, hidden_TD = self._forward(numbers)
+        sampled = self._sample(batch, hidden_TD)
+        turns = self.seats.turn[numbers.seats[numbers.sampling]]
+        launched = Launched(self, plan, batch, hidden_TD, sampled, turns)
+        if self.graphs is None or self.guesser is not None or batch.scored:
+            return Computed(self.finish(launched))
+        return launched
+
+    def step(self, plan: Plan) -> Result:
+        """Compute every row of the plan. A request whose logits are not finite gets an error; its mates do not."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def finish(self, step: Launched) -> Result:
+        """The outcome of a step, which the seats' tables and the guesser learn too."""
+        numbers = step.batch.numbers
+        rows = [RowResult()] * len(step.plan.rows)
+        known = numbers.ends.copy()
+        results = step.sampled.results() if step.sampled is not None else []
+        seats, firsts = self._firsts(numbers)
+        is_seated = (self.seats.turn[seats] == step.turns).tolist()
+        for row, seat, first, stays, result in zip(
+            numbers.sampling.tolist(), seats.tolist(), firsts.tolist(), is_seated, results, strict=True
+        ):
             rows[row] = result
-            known[row] += len(result.token_ids) - 1 - batch.num_guesses[row] if result.token_ids else 0
+            known[row] += len(result.token_ids) - 1 - numbers.num_guesses[row] if result.token_ids else 0
+            if stays:
+                self.seats.token_ids[seat, first : first + len(result.token_ids)] = result.token_ids
         if self.guesser is not None:
-            self.guesser.propose(plan, batch, hidden_TD, known)
-        for row, num_top in batch.scored:
-            rows[row] = self._score(rows[row], batch, row, num_top, hidden_TD)
-        return Result(step=plan.step, rows=rows)
+            self.guesser.propose(step.plan, step.batch, step.hidden, known)
+        for row, num_top in step.batch.scored:
+            rows[row] = self._score(rows[row], numbers, row, num_top, step.hidden)
+        return Result(step=step.plan.step, rows=rows)
 
-    def _sample(self, batch: Batch, hidden_TD: Tensor) -> list[RowResult]:
-        """The next token of each sampling row; the seats' tables learn it too."""
-        if not len(batch.sampling):
-            return []
-        seats, guesses = batch.seats[batch.sampling].tolist(), batch.num_guesses[batch.sampling].tolist()
-        firsts = (batch.ends - batch.num_guesses)[batch.sampling].tolist()
-        # When every token samples (plain decode), there is nothing to pick.
-        last_ND = hidden_TD if len(batch.last) == len(hidden_TD) else hidden_TD[batch.last]
-        guessed = guesses_of(self.seats, seats, firsts, guesses, hidden_TD.device)
-        results = self.sampler.sample(self.model.logits(last_ND), seats, firsts, guessed).results()
-        for seat, first, result in zip(seats, firsts, results, strict=True):
-            self.seats.token_ids[seat, first : first + len(result.token_ids)] = result.token_ids
-        return results
+    def _forward(self, numbers: Numbers) -> tuple[Batch, Tensor]:
+        found = self.graphs.run(numbers) if self.graphs is not None else None
+        if found is not None:
+            return found
+        batch = self.inputs.build(numbers)
+        return batch, self.model(batch.token_ids, batch.context)
 
-    def _score(self, result: RowResult, batch: Batch, row: int, num_top: int, hidden_TD: Tensor) -> RowResult:
+    def _sample(self, batch: Batch, hidden_TD: Tensor) -> Sampled | None:
+        """The next token of each sampling row."""
+        numbers = batch.numbers
+        if not len(numbers.sampling):
+            return None
+        seats, firsts = self._firsts(numbers)
+        guesses = numbers.num_guesses[numbers.sampling].tolist()
+        last_ND = hidden_TD if batch.last is None else hidden_TD[batch.last]
+        guessed = guesses_of(self.seats, seats.tolist(), firsts.tolist(), guesses, hidden_TD.device)
+        sampled = self.sampler.sample(self.model.logits(last_ND), seats.tolist(), firsts.tolist(), guessed)
+        if self.inputs.last_token is not None:
+            [seat_N] = to_device(hidden_TD.device, seats)
+            newest_N = sampled.token_ids.gather(1, sampled.num_tokens[:, None] - 1).squeeze(1)
+            self.inputs.last_token.index_copy_(0, seat_N, newest_N)
+        return sampled
+
+    @staticmethod
+    def _firsts(numbers: Numbers) -> tuple[Ints, Ints]:
+        """Of each sampling row: its seat, and the number of the first token that it samples."""
+        return numbers.seats[numbers.sampling], (numbers.ends - numbers.num_guesses)[numbers.sampling]
+
+    def _score(self, result: RowResult, numbers: Numbers, row: int, num_top: int, hidden_TD: Tensor) -> RowResult:
         """Add what the model thought of the prompt's tokens behind those of the row, as far as there are any."""
-        seat, start = batch.seats[row], int(batch.starts[row])
-        first = int(batch.row_starts[row])
-        targets = self.seats.token_ids[seat, start + 1 : min(batch.ends[row] + 1, self.seats.num_prompt[seat])].tolist()
+        seat, start = numbers.seats[row], int(numbers.starts[row])
+        first, end = int(numbers.row_starts[row]), min(int(numbers.ends[row]) + 1, int(self.seats.num_prompt[seat]))
+        targets = self.seats.token_ids[seat, start + 1 : end].tolist()
         scores: list[TokenLogprobs] = []
         try:
             for begin in range(0, len(targets), self.slice_len):
