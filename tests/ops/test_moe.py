@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
+from deltaserve.ops.linear.api import linear, quantize_weight
 from deltaserve.ops.moe import reference
 from deltaserve.ops.moe.api import experts, route
 
@@ -136,6 +138,23 @@ def test_one_token_gathers_few_take_all_experts_and_many_are_grouped(monkeypatch
         ids = torch.zeros(tokens, top_k, dtype=torch.int64)
         reference.experts(torch.zeros(tokens, width), w13, w2, ids.float(), ids)
     assert taken == ["gathered_experts", "all_experts", "grouped_experts", "grouped_experts"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "inner"), [(256, 128), (192, 48)])
+def test_quantised_experts_equal_the_loop_over_quantised_products(width: int, inner: int, dtype: torch.dtype) -> None:
+    (w1, s1), (w3, s3) = (quantize_weight(torch.randn(5, inner, width) / 16) for _ in range(2))
+    w2, w2_scale = quantize_weight(torch.randn(5, width, inner) / 8)
+    x = torch.randn(9, width).to(dtype)
+    weights, ids = route(torch.randn(9, 5), 3, True)
+    expected = torch.zeros(9, width)
+    for t in range(9):
+        for weight, e in zip(weights[t], ids[t].tolist(), strict=True):
+            gate, up = (linear(x[t : t + 1], w[e], s[e], torch.float32) for w, s in ((w1, s1), (w3, s3)))
+            expected[t] += weight * linear((silu(gate) * up).to(dtype), w2[e], w2_scale[e], torch.float32)[0]
+    output = experts(x, torch.cat([w1, w3], 1), w2, weights, ids, torch.cat([s1, s3], 1), w2_scale)
+    assert output.dtype == dtype
+    close(output, expected.double(), 1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

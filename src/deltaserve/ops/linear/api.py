@@ -1,24 +1,59 @@
-"""Dense projection. Knows nothing of what is projected or why.
+"""Dense projection, of plain and of block-quantised weights. Knows nothing of what is projected or why.
 
-Shape letters: T tokens, I input width, O output width.
+A quantised weight is e4m3 with one fp32 scale per 128 x 128 block. A product with one quantises its input too, per row
+and 128 inputs: its value is the sum over blocks of `(x_q . w_q) * x_scale * w_scale`, in fp32, on every device.
+
+Shape letters: T tokens, I input width, O output width; o, i the blocks of 128 of O and I, the last may be short.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.linear import reference
 
 
-def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+def linear(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """`x @ weight.T`, without bias.
 
-    Name        Shape    Dtype       Meaning
-    x           [T, I]   any float   input
-    weight      [O, I]   as x        one row per output, as checkpoints store it
-    returns     [T, O]   as x
+    Name        Shape    Dtype            Meaning
+    x           [T, I]   any float        input
+    weight      [O, I]   as x, or e4m3    one row per output, as checkpoints store it
+    scale       [o, i]   float32          of an e4m3 weight: multiplied with its blocks
+    dtype       -        -                of the output, x's by default
+    returns     [T, O]   `dtype`
     """
     assert x_TI.shape[-1] == weight_OI.shape[1], (
         f"linear: the input is {x_TI.shape[-1]} wide, the weight expects {weight_OI.shape[1]}"
     )
-    return reference.linear(x_TI, weight_OI)
+    assert scale_oi is None or scale_oi.shape == scale_shape(weight_OI.shape), (
+        f"linear: a weight {tuple(weight_OI.shape)} has no scales {tuple(scale_oi.shape)}"
+    )
+    if has_kernels(x_TI):
+        from deltaserve.ops.linear import gpu
+
+        return gpu.linear(x_TI, weight_OI, scale_oi, x_TI.dtype if dtype is None else dtype)
+    return reference.linear(x_TI, weight_OI, scale_oi, dtype)
+
+
+def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the scales of a weight [.., O, I]: [.., o, i]."""
+    *batch, out_width, in_width = weight_shape
+    return (*batch, -(-out_width // reference.BLOCK), -(-in_width // reference.BLOCK))
+
+
+def quantize_weight(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [.., O, I] as e4m3 [.., O, I] and float32 scales [.., o, i]; an all-zero block has scale 1."""
+    return reference.quantize_weight(weight_OI)
+
+
+def dequantize_weight(weight_OI: Tensor, scale_oi: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight [.., O, I] that e4m3 and scales stand for."""
+    return reference.dequantize_weight(weight_OI, scale_oi, dtype)
+
+
+def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """An input as e4m3 [T, I] and float32 scales [T, i]: amax / 448 of each row's 128 inputs, 1 where all are zero."""
+    return reference.quantize_rows(x_TI)

@@ -1,5 +1,5 @@
 """Mixture of experts in torch, in three forms: one token gathers its experts' weights, few tokens go through all
-experts at once, many are sorted by expert.
+experts at once, many are sorted by expert. Quantised experts take one form, the loop.
 
 Shape letters beyond api.py's: P = T * K pairs of a token and one of its experts.
 """
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from deltaserve.ops.linear import reference as projection
 from deltaserve.ops.numeric import cast, wide_dtype
 
 CALL_WORK = 1 << 18
@@ -26,8 +27,18 @@ def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Ten
     return (chosen_TK - wide_TE.logsumexp(-1, keepdim=True)).exp(), id_TK
 
 
-def experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+def experts(
+    x_TD: Tensor,
+    w13_E2ID: Tensor,
+    w2_EDI: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+) -> Tensor:
     tokens, (_, width, inner) = x_TD.shape[0], w2_EDI.shape
+    if w13_scale is not None and w2_scale is not None:
+        return quantized_experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK, w13_scale, w2_scale)
     if tokens * width * inner > CALL_WORK:
         return grouped_experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)
     if tokens > 1:
@@ -67,6 +78,30 @@ def grouped_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: 
     y_PD = project(cast(active_PI, x_TD.dtype), w2_EDI)
     y_TKD = torch.empty_like(y_PD).index_copy_(0, order_P, y_PD).view(x_TD.shape[0], top_k, -1)
     return y_TKD.sum(1)
+
+
+def quantized_experts(
+    x_TD: Tensor,
+    w13_E2ID: Tensor,
+    w2_EDI: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    w13_scale: Tensor,
+    w2_scale: Tensor,
+) -> Tensor:
+    """One expert after the other; gate and up have scales of their own, and so has what they make."""
+    wide = wide_dtype(x_TD.dtype)
+    inner, rows = w2_EDI.shape[2], w13_scale.shape[1] // 2
+    out_TKD = torch.empty(*ids_TK.shape, x_TD.shape[1], dtype=wide, device=x_TD.device)
+    for expert in ids_TK.unique().tolist():
+        token_P, place_P = torch.nonzero(ids_TK == expert, as_tuple=True)
+        x_PD, w13_2ID, scale = x_TD[token_P], w13_E2ID[expert], w13_scale[expert]
+        gate_PI = projection.linear(x_PD, w13_2ID[:inner], scale[:rows], wide)
+        up_PI = projection.linear(x_PD, w13_2ID[inner:], scale[rows:], wide)
+        active_PI = cast(silu(gate_PI).mul_(up_PI), x_TD.dtype)
+        y_PD = projection.linear(active_PI, w2_EDI[expert], w2_scale[expert], wide)
+        out_TKD[token_P, place_P] = y_PD * weights_TK[token_P, place_P, None]
+    return cast(out_TKD.sum(1), x_TD.dtype)
 
 
 def _swiglu(hidden: Tensor, weights: Tensor) -> Tensor:
