@@ -33,17 +33,19 @@ class Attention(nn.Module):
         eps: float,
         dtype: torch.dtype,
         device: torch.device,
+        quantized: bool = False,
     ) -> None:
+        """`quantized`: all projections in FP8."""
         super().__init__()
         self.ordinal = ordinal
         self.head_dim = head_dim
         self.rotary = rotary
         q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         self.widths = [q_width, q_width, kv_width, kv_width]
-        self.qgkv_proj = Linear(hidden_size, sum(self.widths), dtype, device)
+        self.qgkv_proj = Linear(hidden_size, sum(self.widths), dtype, device, quantized)
         self.q_norm = GemmaNorm(head_dim, eps, dtype, device)
         self.k_norm = GemmaNorm(head_dim, eps, dtype, device)
-        self.o_proj = Linear(q_width, hidden_size, dtype, device)
+        self.o_proj = Linear(q_width, hidden_size, dtype, device, quantized)
 
     def forward(self, x_TE: Tensor, context: ForwardContext) -> Tensor:
         """[T, hidden_size] -> the same; stores the step's keys and values."""

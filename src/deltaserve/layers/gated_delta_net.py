@@ -35,7 +35,11 @@ class GatedDeltaNet(nn.Module):
         eps: float,
         dtype: torch.dtype,
         device: torch.device,
+        quantized: bool = False,
     ) -> None:
+        """`quantized`: `in_proj` (q|k|v|z) and `out_proj` in FP8. b and a, which steer the state, then have a
+        projection of their own in `dtype`; else they are the last rows of `in_proj`.
+        """
         super().__init__()
         self.ordinal = ordinal
         self.k_dim, self.v_dim, self.eps = k_dim, v_dim, eps
@@ -43,19 +47,25 @@ class GatedDeltaNet(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         self.mixed_widths = [keys, keys, values]
         self.widths = [sum(self.mixed_widths), values, num_v_heads, num_v_heads]
-        self.in_proj = Linear(hidden_size, sum(self.widths), dtype, device)
+        in_widths = self.widths[:2] if quantized else self.widths
+        self.in_proj = Linear(hidden_size, sum(in_widths), dtype, device, quantized)
+        self.ba_proj = Linear(hidden_size, 2 * num_v_heads, dtype, device) if quantized else None
         # [C, W] in shape, [W, C] in memory: the convolution takes one tap of all channels at a time.
         taps_WC = torch.empty(conv_width, sum(self.mixed_widths), dtype=dtype, device=device)
         self.conv_weight = nn.Parameter(taps_WC.t(), requires_grad=False)
         self.A_log = weight(num_v_heads, dtype=wide, device=device)
         self.dt_bias = weight(num_v_heads, dtype=wide, device=device)
         self.norm_weight = weight(v_dim, dtype=wide, device=device)
-        self.out_proj = Linear(values, hidden_size, dtype, device)
+        self.out_proj = Linear(values, hidden_size, dtype, device, quantized)
 
     def forward(self, x_TE: Tensor, context: ForwardContext) -> Tensor:
         """[T, hidden_size] -> the same; keeps the convolution's window and the state where the context says."""
         layout = context.layout
-        mixed_TC, z, b_TV, a_TV = self.in_proj(x_TE).split_with_sizes(self.widths, dim=-1)
+        if self.ba_proj is None:
+            mixed_TC, z, b_TV, a_TV = self.in_proj(x_TE).split_with_sizes(self.widths, dim=-1)
+        else:
+            mixed_TC, z = self.in_proj(x_TE).split_with_sizes(self.widths[:2], dim=-1)
+            b_TV, a_TV = self.ba_proj(x_TE).split_with_sizes(self.widths[2:], dim=-1)
         mixed_TC = causal_conv(mixed_TC, self.conv_weight, context.conv[self.ordinal], layout)
         q, k, v = mixed_TC.split_with_sizes(self.mixed_widths, dim=-1)
         q_THK, k_THK = (part.view(part.shape[0], -1, self.k_dim) for part in (q, k))

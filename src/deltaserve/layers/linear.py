@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deltaserve.ops.linear.api import linear
+from deltaserve.ops.linear.api import linear, scale_shape
+
+FP8 = torch.float8_e4m3fn
 
 
 def weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -14,12 +16,22 @@ def weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Paramete
 
 
 class Linear(nn.Module):
-    """`x @ weight.T`. Several projections of one input share one `Linear`: their rows stand one after the other."""
+    """`x @ weight.T`. Several projections of one input share one `Linear`: their rows stand one after the other.
 
-    def __init__(self, in_width: int, out_width: int, dtype: torch.dtype, device: torch.device) -> None:
+    A quantised one has its weight in FP8 (e4m3) and in `weight_scale_inv` the factor of each 128 x 128 block of it;
+    its input is quantised as it comes.
+    """
+
+    def __init__(
+        self, in_width: int, out_width: int, dtype: torch.dtype, device: torch.device, quantized: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = weight(out_width, in_width, dtype=dtype, device=device)
+        self.weight = weight(out_width, in_width, dtype=FP8 if quantized else dtype, device=device)
+        self.weight_scale_inv: nn.Parameter | None = None
+        if quantized:
+            scales = scale_shape((out_width, in_width))
+            self.weight_scale_inv = weight(*scales, dtype=torch.float32, device=device)
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        """[T, in_width] -> [T, out_width], in the weight's dtype."""
-        return linear(x_TI, self.weight)
+        """[T, in_width] -> [T, out_width], in the input's dtype."""
+        return linear(x_TI, self.weight, self.weight_scale_inv)

@@ -12,10 +12,12 @@ from deltaserve.layers.linear import Linear
 class SwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))`, gate and up in one product."""
 
-    def __init__(self, hidden_size: int, inner_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, hidden_size: int, inner_size: int, dtype: torch.dtype, device: torch.device, quantized: bool = False
+    ) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, 2 * inner_size, dtype, device)
-        self.down_proj = Linear(inner_size, hidden_size, dtype, device)
+        self.gate_up_proj = Linear(hidden_size, 2 * inner_size, dtype, device, quantized)
+        self.down_proj = Linear(inner_size, hidden_size, dtype, device, quantized)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, hidden_size] -> the same."""
