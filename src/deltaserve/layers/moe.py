@@ -8,13 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deltaserve.layers.linear import Linear, weight
+from deltaserve.layers.linear import FP8, Linear
 from deltaserve.layers.mlp import SwiGLU
-from deltaserve.ops.moe.api import experts, route
+from deltaserve.ops.moe.api import allocate, allocate_scales, sparse_moe, takes_shared
 
 
 class SparseMoe(nn.Module):
-    """The chosen experts' weighted sum, plus `sigmoid(gate(x)) * shared(x)`."""
+    """The chosen experts' weighted sum, plus `sigmoid(gate(x)) * shared(x)`.
+
+    Quantised experts are FP8 with a factor for each 128 x 128 block, in `w13_scale` and `w2_scale`; the router is not.
+    """
+
+    w13: nn.Parameter
+    w2: nn.Parameter
 
     def __init__(
         self,
@@ -27,20 +33,38 @@ class SparseMoe(nn.Module):
         renormalize: bool,
         dtype: torch.dtype,
         device: torch.device,
+        quantized: bool = False,
     ) -> None:
         super().__init__()
         self.top_k, self.renormalize = top_k, renormalize
         self.router = Linear(hidden_size, num_experts + 1, dtype, device)
         """Rows: one per expert, then the shared expert's gate."""
-        self.w13 = weight(num_experts, 2 * inner_size, hidden_size, dtype=dtype, device=device)
-        # [E, D, I] in shape, [E, I, D] in memory: rows of several experts make one matrix.
-        w2_EID = torch.empty(num_experts, inner_size, hidden_size, dtype=dtype, device=device)
-        self.w2 = nn.Parameter(w2_EID.transpose(1, 2), requires_grad=False)
-        self.shared_expert = SwiGLU(hidden_size, shared_size, dtype, device)
+        self.holds_shared = takes_shared(device) and shared_size == inner_size
+        held = num_experts + self.holds_shared
+        w13, w2 = allocate(held, inner_size, hidden_size, FP8 if quantized else dtype, device)
+        self.held: dict[str, Tensor] = {"w13": w13, "w2": w2}
+        """All that the op is given. The weights below are views of it."""
+        if quantized:
+            scales = allocate_scales(held, inner_size, hidden_size, device)
+            self.held |= dict(zip(("w13_scale", "w2_scale"), scales, strict=True))
+        for name, tensor in self.held.items():
+            self.register_parameter(name, _view(tensor[:num_experts]))
+        place = torch.device("meta") if self.holds_shared else device
+        self.shared_expert = SwiGLU(hidden_size, shared_size, dtype, place, quantized)
+        if self.holds_shared:
+            for which, projection in (("w13", self.shared_expert.gate_up_proj), ("w2", self.shared_expert.down_proj)):
+                projection.weight = _view(self.held[which][num_experts])
+                if quantized:
+                    projection.weight_scale_inv = _view(self.held[f"{which}_scale"][num_experts])
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, hidden_size] -> the same."""
         scores_TF = self.router(x_TD)
-        weights_TK, ids_TK = route(scores_TF[:, :-1], self.top_k, self.renormalize)
-        routed_TD = experts(x_TD, self.w13, self.w2, weights_TK, ids_TK)
-        return torch.addcmul(routed_TD, self.shared_expert(x_TD), scores_TF[:, -1:].sigmoid())
+        y_TD = sparse_moe(x_TD, scores_TF, top_k=self.top_k, renormalize=self.renormalize, **self.held)
+        if self.holds_shared:
+            return y_TD
+        return torch.addcmul(y_TD, self.shared_expert(x_TD), scores_TF[:, -1:].sigmoid())
+
+
+def _view(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

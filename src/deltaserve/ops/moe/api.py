@@ -1,4 +1,7 @@
-"""Sparse mixture of experts. Knows routing and grouped products, not the shared expert beside them.
+"""Sparse mixture of experts: routing, grouped products, and all of a layer at once. Knows no layer.
+
+A shared expert that is as wide as the others may stand behind them in the same arrays: then it is one more expert, that
+every token takes with a weight of its own.
 
 Shape letters: T tokens, E experts, K experts per token, D hidden width, I inner width of an expert;
 d, i the blocks of 128 of D and I.
@@ -6,8 +9,10 @@ d, i the blocks of 128 of D and I.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.linear.api import scale_shape
 from deltaserve.ops.moe import reference
 
@@ -24,6 +29,61 @@ def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Ten
     """
     assert 1 <= top_k <= logits_TE.shape[1], f"moe: {top_k} experts per token of {logits_TE.shape[1]}"
     return reference.route(logits_TE, top_k, renormalize)
+
+
+def sparse_moe(
+    x_TD: Tensor,
+    scores_TF: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    top_k: int,
+    renormalize: bool,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+) -> Tensor:
+    """Routes each token and sums its experts, the shared one among them if the arrays hold it.
+
+    Name         Shape         Dtype          Meaning
+    x            [T, D]        any float      input
+    scores       [T, E + 1]    any float      the router's output: one column per expert, then the shared one's gate
+    w13, w2, w13_scale, w2_scale              as `experts`, of E experts, or of E + 1: the last is then the shared one
+    returns      [T, D]        as x           with the shared expert times `sigmoid(gate)` if there are E + 1
+    """
+    num_experts, num_held = scores_TF.shape[1] - 1, w13.shape[0]
+    assert num_held in (num_experts, num_experts + 1), f"moe: {num_experts} experts are scored, {num_held} given"
+    if has_kernels(x_TD):
+        from deltaserve.ops.moe import gpu
+
+        _check(x_TD, w13, w2, w13_scale, w2_scale)
+        return gpu.sparse_moe(x_TD, scores_TF, w13, w2, top_k, renormalize, w13_scale, w2_scale)
+    weights_TK, ids_TK = route(scores_TF[:, :-1], top_k, renormalize)
+    if num_held > num_experts:
+        weights_TK = torch.cat([weights_TK, scores_TF[:, -1:].sigmoid().to(weights_TK.dtype)], 1)
+        ids_TK = torch.cat([ids_TK, ids_TK.new_full((ids_TK.shape[0], 1), num_experts)], 1)
+    return experts(x_TD, w13, w2, weights_TK, ids_TK, w13_scale, w2_scale)
+
+
+def takes_shared(device: torch.device) -> bool:
+    """Whether the shared expert is better kept with the others on this device."""
+    return device.type == "cuda"
+
+
+def allocate(
+    num_experts: int, inner: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Weights not yet filled, w13 [E, 2I, D] and w2 [E, D, I]."""
+    w13 = torch.empty(num_experts, 2 * inner, width, dtype=dtype, device=device)
+    if device.type == "cuda":
+        return w13, torch.empty(num_experts, width, inner, dtype=dtype, device=device)
+    # [E, I, D] in memory: rows of several experts make one matrix.
+    return w13, torch.empty(num_experts, inner, width, dtype=dtype, device=device).transpose(1, 2)
+
+
+def allocate_scales(num_experts: int, inner: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scales not yet filled, of quantised weights as `allocate` makes them: [E, 2i, d] and [E, d, i]."""
+    rows, columns = scale_shape((inner, width))
+    w13_scale = torch.empty(num_experts, 2 * rows, columns, device=device)
+    return w13_scale, torch.empty(num_experts, columns, rows, device=device)
 
 
 def experts(
