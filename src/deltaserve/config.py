@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Switch = Literal["on", "off"]
+Overlap = Literal["auto", "on", "off"]
 Speculation = Literal["auto", "0", "1", "2", "3", "4", "5", "6", "7", "8"]
 StateDType = Literal["float32", "bfloat16", "float64"]
 
@@ -45,6 +46,10 @@ class EngineConfig:
     prefix_cache: Switch = option("on", "keep the memory of finished prefixes, for prompts that begin alike")
     speculative_tokens: Speculation = option(
         "auto", "most tokens guessed ahead by the MTP layer; auto is 3 on a GPU where the checkpoint has one, else 0"
+    )
+    overlap: Overlap = option(
+        "auto",
+        "plan a step while the one before is computed; auto is on with a GPU and off on a CPU, where it gains nothing",
     )
     num_threads: int | None = option(
         None, "CPU threads; by default one for every 64 MiB of weights, as far as there are cores"
