@@ -8,8 +8,18 @@ come from memory, not from the cache.
 
 from __future__ import annotations
 
+import importlib
+import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltaserve.bench.floor import Rates, measure_rates
+from deltaserve.bench.report import environment, write
 
 
 @dataclass(frozen=True)
@@ -25,3 +35,70 @@ class Case:
     flops: float = 0.0
     is_fp8: bool = False
     """Which matrix rate the operations are held against."""
+
+
+MODULES = ("linear", "moe", "gated_delta", "attention", "norm", "sampling")
+
+
+def seconds_of(case: Case) -> float:
+    """Of one call: the median of several replays of a graph that holds every input set several times."""
+    calls = case.make()
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    rounds = max(1, 20 // len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    times: list[float] = []
+    for _ in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / (rounds * len(calls)))
+    return statistics.median(times[1:])
+
+
+def row_of(case: Case, rates: Rates) -> dict[str, Any]:
+    """The case's line of the table."""
+    seconds = seconds_of(case)
+    floor = max(case.num_bytes / rates.copy, case.flops / (rates.matrix_fp8 if case.is_fp8 else rates.matrix))
+    return {
+        "op": case.name,
+        "us": seconds * 1e6,
+        "floor_us": floor * 1e6,
+        "times_floor": seconds / max(floor, 1e-12),
+        "TB/s": case.num_bytes / seconds / 1e12,
+        "TFLOP/s": case.flops / seconds / 1e12,
+    }
+
+
+def main(words: Sequence[str], path: Path | None = None) -> int:
+    """Every case whose name holds one of the words; one that fails is told and does not end the rest."""
+    device = torch.device("cuda", 0)
+    rates, where = measure_rates(device), environment(device)
+    print(
+        f"copy {rates.copy / 1e12:.2f} TB/s, bf16 {rates.matrix / 1e12:.0f}, fp8 {rates.matrix_fp8 / 1e12:.0f} TFLOP/s"
+    )
+    rows, failures = [], 0
+    for name in MODULES:
+        for case in importlib.import_module(f"benchmarks.ops_{name}").cases():
+            if words and not any(word in case.name for word in words):
+                continue
+            try:
+                with torch.inference_mode():
+                    rows.append(row_of(case, rates))
+            except (RuntimeError, ValueError, AssertionError, TypeError) as failure:
+                failures += 1
+                rows.append({"op": f"{case.name}: {type(failure).__name__}: {str(failure)[:80]}"})
+            torch.cuda.empty_cache()
+    write(rows, "ops", where, path)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -25,7 +25,8 @@ Rule = Callable[[str, str], Iterator[str]]
 BELOW = {
     "__init__": {"cli"},
     "__main__": {"cli"},
-    "cli": {"server"},
+    "cli": {"server", "bench"},
+    "bench": {"engine"},
     "server": {"engine"},
     "engine": {"runner", "scheduler"},
     "runner": {"models"},
@@ -38,10 +39,10 @@ BELOW = {
 """Each may use what is below it on its own branch."""
 
 SHARED = {
-    "core": {"cli", "server", "engine", "scheduler", "runner", "cache"},
+    "core": {"cli", "server", "bench", "engine", "scheduler", "runner", "cache"},
     "parallel": {"engine", "runner", "models", "layers"},
-    "config": {"cli", "engine", "runner", "models"},
-    "model_config": {"cli", "engine", "runner", "models"},
+    "config": {"cli", "bench", "engine", "runner", "models"},
+    "model_config": {"cli", "bench", "engine", "runner", "models"},
 }
 """Off the branches: who may use them."""
 
@@ -126,6 +127,10 @@ FENCES: dict[str, tuple[str, tuple[str, ...]]] = {
             "runner/blueprint.py",
             "engine/compare.py",  # leaves the config's num_slots open
             "runner/inputs.py",
+            "runner/graphs.py",
+            "runner/warmup.py",
+            "runner/setup.py",
+            "bench/*",
             "runner/memory.py",
             "runner/draft.py",  # the hidden state is kept per slot
             "layers/context.py",
@@ -150,7 +155,19 @@ FENCES: dict[str, tuple[str, tuple[str, ...]]] = {
             "engine/detokenizer.py",
         ),
     ),
-    "device": (r"triton|cuda", ("ops/*", "runner/memory.py", "runner/graphs.py", "runner/device.py", "config.py")),
+    "device": (
+        r"triton|cuda",
+        (
+            "ops/*",
+            "bench/*",
+            "runner/memory.py",
+            "runner/graphs.py",
+            "runner/warmup.py",
+            "runner/setup.py",
+            "runner/device.py",
+            "config.py",
+        ),
+    ),
     "family": (r"qwen\w*?", ("models/*", "model_config.py", "server/chat.py", "__init__.py")),
 }
 """A word, and the files that may say it. Elsewhere the idea it stands for has leaked."""

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -91,7 +92,8 @@ def _flag(name: str, kind: Any, default: Any, text: str, unit: str = "") -> insp
         kind = kind | None
     if get_origin(kind) is Literal:
         unit, text = "name", f"{text} ({_values(kind)})"
-    option = typer.Option(_flag_name(name), help=text, metavar=(unit or _values(kind)).upper())
+    metavar = None if kind is bool else (unit or _values(kind)).upper()
+    option = typer.Option(_flag_name(name), help=text, metavar=metavar)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
@@ -104,7 +106,7 @@ def _values(kind: Any) -> str:
     inner = [part for part in get_args(kind) if part not in (type(None), Ellipsis)]
     if get_origin(kind) is Literal:
         return ", ".join(map(str, inner))
-    return _values(inner[0]) if inner else {str: "text", int: "integer", float: "number"}[kind]
+    return _values(inner[0]) if inner else {str: "text", int: "integer", float: "number", bool: ""}[kind]
 
 
 _MODEL = inspect.Parameter(
@@ -115,6 +117,11 @@ _MODEL = inspect.Parameter(
 )
 _PROMPT = inspect.Parameter(
     "prompt", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, typer.Argument(help="text; - reads the input")]
+)
+_WHAT = inspect.Parameter(
+    "what",
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=Annotated[Literal["decode", "prefill", "steps"], typer.Argument(help="steps: both")],
 )
 
 
@@ -228,6 +235,38 @@ def compare(values: dict[str, Any]) -> None:
     from deltaserve.engine.compare import compare as run_both
 
     print("\n".join(run_both(_engine_config(values)).lines()))
+
+
+@command(
+    _WHAT,
+    _flag("batches", str, "1,8,32", "rows of the decode steps, with commas"),
+    _flag("lengths", str, "1024,8192", "tokens of the prompts, with commas"),
+    _flag("json", str, None, "file that one JSON object for each line of the tables is appended to"),
+    *flags_of(EngineConfig),
+)
+def bench(values: dict[str, Any]) -> None:
+    """Time decode steps or prompts through the whole engine, each beside its floor."""
+    what, path = values.pop("what"), values.pop("json")
+    sizes = [_integers(name, values.pop(name)) for name in ("batches", "lengths")]
+    from deltaserve.bench.steps import run
+
+    batches, lengths = sizes
+    run(
+        _engine_config(values),
+        decode=batches if what in ("decode", "steps") else [],
+        prefill=lengths if what in ("prefill", "steps") else [],
+        path=None if path is None else Path(path),
+    )
+
+
+def _integers(name: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise ValueError(f"{name} is {text!r}; it must be whole numbers from 1 on, with commas between them")
+    return numbers
 
 
 def _loaded(values: dict[str, Any]) -> contextlib.AbstractContextManager[LLM]:

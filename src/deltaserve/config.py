@@ -47,6 +47,7 @@ class EngineConfig:
     speculative_tokens: Speculation = option(
         "auto", "most tokens guessed ahead by the MTP layer; auto is 3 on a GPU where the checkpoint has one, else 0"
     )
+    enforce_eager: bool = option(False, "no CUDA graphs: start sooner, decode slower, say the same")
     overlap: Overlap = option(
         "auto",
         "plan a step while the one before is computed; auto is on with a GPU and off on a CPU, where it gains nothing",

@@ -48,7 +48,12 @@ class Engine:
         blueprint = Blueprint.draw(config)
         for line in blueprint.lines():
             logger.info(line)
+        self.workers = Workers(config, blueprint, fill)
+        blueprint = self.workers.blueprint
         memory = blueprint.memory
+        if memory.reserve:
+            for line in memory.lines():
+                logger.info(line)
         if not logger.isEnabledFor(logging.INFO):  # the plan above told what was reduced; unread, it needs saying
             for note in memory.notes:
                 logger.warning(note)
@@ -57,7 +62,6 @@ class Engine:
         self.max_model_len = memory.max_model_len
         self.tokenizer_path: Path = blueprint.path
         self.generation_defaults = GenerationDefaults.load(blueprint.path)
-        self.workers = Workers(config, blueprint, fill)
         # The salt is this engine's own and secret: nobody can craft a prompt that shares another's memory.
         index: IndexFactory = (
             partial(PrefixIndex, salt=secrets.token_bytes(32)) if config.prefix_cache == "on" else NoPrefixIndex

@@ -9,8 +9,8 @@ from deltaserve.core.plan import Pending, Plan, Result
 from deltaserve.models.load import load_model
 from deltaserve.runner.blueprint import Blueprint
 from deltaserve.runner.device import choose_threads
-from deltaserve.runner.memory import allocate
 from deltaserve.runner.runner import Runner
+from deltaserve.runner.setup import make_runner
 
 
 class Workers:
@@ -22,10 +22,9 @@ class Workers:
         self._threads_before = torch.get_num_threads()
         if it.device.type == "cpu":
             torch.set_num_threads(choose_threads(config.num_threads, it.memory.sizes.weights))
-        with_mtp = it.num_guesses > 0
-        model = load_model(it.path, it.model, it.dtype, it.device, progress=True, with_mtp=with_mtp)
-        pools = allocate(it.model, it.memory, it.dtype, it.state_dtype, fill, with_mtp)
-        self.runner: Runner | None = Runner(model, it.model.vocab_size, it.memory, pools, it.dtype)
+        model = load_model(it.path, it.model, it.dtype, it.device, progress=True, with_mtp=it.num_guesses > 0)
+        self.runner: Runner | None
+        self.blueprint, self.runner = make_runner(config, it, model, fill)
 
     def launch(self, plan: Plan) -> Pending:
         """Begin a step; its outcome can be had later. Steps are computed in the order of their launch."""

@@ -6,8 +6,12 @@ kernel compiles and none is tuned.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,3 +51,26 @@ def properties(device: torch.device) -> Properties:
         has_fp8=capability >= (8, 9),
         is_hopper=capability[0] == 9,
     )
+
+
+@contextmanager
+def compiling_only(num_threads: int) -> Iterator[None]:
+    """Inside, a kernel that is called is compiled, in parallel with others, and not launched.
+
+    On leaving all are ready. What a call would have written stays as it was, so outputs hold anything: nothing inside
+    may use them as indices.
+    """
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    def compile_one(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+
+    with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool):
+        JITFunction.run = compile_one
+        try:
+            yield
+        finally:
+            JITFunction.run = launch

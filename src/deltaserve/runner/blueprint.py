@@ -5,7 +5,7 @@ Knows no weight's value and no request. The engine is built from it, and `deltas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -48,11 +48,21 @@ class Blueprint:
         outline = empty_model(model, dtype, num_guesses > 0)
         sizes = footprint(model, dtype, state, weight_bytes(outline), num_guesses > 0)
         keeps_prefixes = config.prefix_cache == "on"
-        share = SNAPSHOT_SHARE if keeps_prefixes else 0.0
         free = free_memory(device)
+        share = SNAPSHOT_SHARE if keeps_prefixes else 0.0
         memory = solve(config, model.max_position, sizes, device.type, free, 1 + num_guesses, share)
         num_parameters = sum(parameter.numel() for parameter in outline.parameters())
         return cls(path, model, device, dtype, state, num_parameters, memory, keeps_prefixes, num_guesses)
+
+    def measured(self, config: EngineConfig, free: int, reserve: int) -> Blueprint:
+        """The same, its pools fitted anew: `free` bytes were there before the weights, and steps take `reserve`.
+
+        Raises ValueError as `solve`.
+        """
+        sizes, keep = self.memory.sizes, self.memory.max_keep
+        share = SNAPSHOT_SHARE if self.keeps_prefixes else 0.0
+        memory = solve(config, self.model.max_position, sizes, self.device.type, free, keep, share, reserve)
+        return replace(self, memory=memory)
 
     def lines(self) -> list[str]:
         """For people, one line each: the model, then the memory plan."""

@@ -92,12 +92,16 @@ class StepGraphs:
         self._hidden = torch.zeros(num_seats * longest, hidden_size, dtype=dtype, device=device)
         self._replay: dict[tuple[int, int], Callable[[], ForwardContext]] = {}
 
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, tokens a row) of every graph, the largest first: the smaller ones use its memory again."""
+        return [(rows, length) for length in sorted(self.lengths, reverse=True) for rows in reversed(self.rows)]
+
     @torch.inference_mode()
     def record(self, progress: bool = True) -> None:
-        """Record all graphs, the largest first, so that the smaller ones use its memory again."""
-        shapes = [(rows, length) for length in sorted(self.lengths, reverse=True) for rows in reversed(self.rows)]
+        """Record all graphs."""
         pool = None
-        for rows, length in tqdm(shapes, desc="Recording graphs", disable=not progress):
+        for rows, length in tqdm(self.shapes, desc="Recording graphs", disable=not progress):
             self._fill(self._nobody(), rows, length)
             if self._device.type == "cpu":
                 self._replay[rows, length] = partial(self._forward, rows, length)

@@ -19,6 +19,8 @@ GIB = 1 << 30
 CPU_CACHE_BYTES = 4 * GIB
 GPU_CACHE_SHARE = 0.9
 """Of what the weights leave; the rest is for activations."""
+MEASURED_CACHE_SHARE = 0.97
+"""Of what the weights and the measured steps leave; the rest is for what the allocator cannot use."""
 
 SNAPSHOT_SHARE = 0.25
 """Of what the requests' own slots and a block for each leave: for the states that the prefix cache keeps."""
@@ -70,6 +72,8 @@ class MemoryPlan:
     max_model_len: int
     max_keep: int
     notes: tuple[str, ...] = ()
+    reserve: int = 0
+    """Bytes that steps and graphs take beside weights and pools; 0 where that was not measured."""
 
     @property
     def pool_sizes(self) -> tuple[int, int]:
@@ -105,8 +109,11 @@ class MemoryPlan:
                 if self.num_snapshots < self.max_keep
                 else f"{self.max_num_seqs:,} requests of any length and {self.num_snapshots:,} snapshots",
             ),
-            ("together", "", size(sizes.weights + self.cache_bytes), f"of {size(self.free)} free on the {self.device}"),
         ]
+        if self.reserve:
+            rows.append(("steps", "", size(self.reserve), "largest ones as measured, and graphs"))
+        together = size(sizes.weights + self.cache_bytes + self.reserve)
+        rows.append(("together", "", together, f"of {size(self.free)} free on the {self.device}"))
         table = [f"  {name:<12}{count:<22}{total:>12}   {meaning}".rstrip() for name, count, total, meaning in rows]
         limits = f"  at most {self.max_num_seqs:,} requests at once, {self.max_model_len:,} tokens each"
         return ["memory plan", *table, limits, *(f"  note: {note}" for note in self.notes)]
@@ -134,8 +141,10 @@ def solve(
     free: int,
     max_keep: int = 1,
     snapshot_share: float = 0.0,
+    reserve: int = 0,
 ) -> MemoryPlan:
-    """Fit the pools into what the weights leave; `snapshot_share` of what is left open goes to further slots.
+    """Fit the pools into what the weights and `reserve` leave; `snapshot_share` of what is left open goes to further
+    slots.
 
     What the user left open is made smaller until it fits (a note tells); `max_num_seqs` at its default counts as left
     open. What the user chose is kept or refused.
@@ -144,7 +153,7 @@ def solve(
     even the weights and one request fit.
     """
     chosen = _Chosen.of(config, max_keep)
-    most, budget = _budget(config, sizes, device, free)
+    most, budget = _budget(config, sizes, device, free, reserve)
     _refuse_contradictions(chosen, max_position)
     _refuse_beyond(chosen, sizes, most)
     blocks, slots = chosen.least()
@@ -173,7 +182,9 @@ def solve(
         notes.append(f"max_num_seqs is {num_seqs}, not {_DEFAULT_NUM_SEQS}: {pools}")
     if chosen.model_len is None and max_model_len < max_position:
         notes.append(f"max_model_len is {max_model_len:,}, not the model's {max_position:,}: {pools}")
-    return MemoryPlan(sizes, device, free, num_blocks, num_slots, num_seqs, max_model_len, max_keep, tuple(notes))
+    return MemoryPlan(
+        sizes, device, free, num_blocks, num_slots, num_seqs, max_model_len, max_keep, tuple(notes), reserve
+    )
 
 
 @dataclass(frozen=True)
@@ -198,13 +209,14 @@ class _Chosen:
         return blocks, self.num_slots or num_seqs * self.max_keep
 
 
-def _budget(config: EngineConfig, sizes: Footprint, device: str, free: int) -> tuple[int, int]:
+def _budget(config: EngineConfig, sizes: Footprint, device: str, free: int, reserve: int) -> tuple[int, int]:
     """Bytes that the pools may take at most, and bytes that they take when left to themselves."""
-    most = free - sizes.weights
+    most = free - sizes.weights - reserve
     if most < 0:
+        steps = f" and the largest steps {size(reserve)}" if reserve else ""
         raise ValueError(
-            f"the weights take {size(sizes.weights)}, but only {size(free)} are free on the {device}; "
-            "free some, or take a smaller dtype or model"
+            f"the weights take {size(sizes.weights)}{steps}, but only {size(free)} are free on the {device}; "
+            "free some, take a smaller dtype or model, or lower max_num_batched_tokens"
         )
     if config.cache_memory_gib is not None:
         if config.cache_memory_gib * GIB > most:
@@ -214,7 +226,8 @@ def _budget(config: EngineConfig, sizes: Footprint, device: str, free: int) -> t
             )
         most = int(config.cache_memory_gib * GIB)
         return most, most
-    return most, min(CPU_CACHE_BYTES, most // 2) if device == "cpu" else int(most * GPU_CACHE_SHARE)
+    share = MEASURED_CACHE_SHARE if reserve else GPU_CACHE_SHARE
+    return most, min(CPU_CACHE_BYTES, most // 2) if device == "cpu" else int(most * share)
 
 
 def _refuse_contradictions(chosen: _Chosen, max_position: int) -> None:

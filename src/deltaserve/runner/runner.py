@@ -55,7 +55,7 @@ class Runner:
         """`dtype` is the model's."""
         device = torch.device(plan.device)
         logits_dtype = torch.promote_types(dtype, torch.float32)
-        self.model, self.pools = model, pools
+        self.model, self.pools, self.vocab_size, self.device = model, pools, vocab_size, device
         self.seats = Seats(plan.max_num_seqs, plan.max_model_len)
         self.inputs = Inputs(self.seats, pools, device)
         self.sampler = Sampler(plan.max_num_seqs, vocab_size, device, logits_dtype)

@@ -1,0 +1,1 @@
+"""Measurements: steps of an engine, single ops, a server under load. Each figure stands beside its floor."""

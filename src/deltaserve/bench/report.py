@@ -1,0 +1,63 @@
+"""What a measurement prints: a table for people, JSON lines for machines, and where it was taken."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deltaserve
+
+Row = Mapping[str, Any]
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The machine and the software that a figure belongs to."""
+    found: dict[str, Any] = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "deltaserve": deltaserve.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": str(device),
+        "command": " ".join(sys.argv),
+    }
+    if device.type == "cpu":
+        return found | {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    import triton
+
+    return found | {
+        "card": torch.cuda.get_device_name(device),
+        "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1),
+        "runtime": torch.version.cuda or torch.version.hip,
+        "triton": triton.__version__,
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Columns of the first row's keys, aligned."""
+    if not rows:
+        return "nothing was measured"
+    names = list(rows[0])
+    lines = [names, *([_told(row.get(name)) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    aligned = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join(aligned)
+
+
+def _told(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def write(rows: Sequence[Row], kind: str, where: Mapping[str, Any], path: Path | None) -> None:
+    """Print the table; append one JSON object per row, the environment in each, to `path` if there is one."""
+    print(table(rows), flush=True)
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps({"bench": kind, **row, "environment": dict(where)}) + "\n")

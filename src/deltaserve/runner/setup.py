@@ -1,0 +1,77 @@
+"""From a loaded model to a runner that is ready: pools, and on a GPU the warm-up that sizes them. Knows no request."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from deltaserve.config import EngineConfig
+from deltaserve.runner.blueprint import Blueprint
+from deltaserve.runner.device import free_memory
+from deltaserve.runner.graphs import StepGraphs
+from deltaserve.runner.memory import MemoryPlan, allocate, blocks_of
+from deltaserve.runner.model import Model
+from deltaserve.runner.runner import Runner
+from deltaserve.runner.warmup import WarmUp
+
+logger = logging.getLogger(__name__)
+
+GRAPH_BYTES = 16 << 20
+"""What the driver keeps for one graph of a large model, at most."""
+
+
+def make_runner(
+    config: EngineConfig, blueprint: Blueprint, model: Model, fill: float | None
+) -> tuple[Blueprint, Runner]:
+    """A runner that can be given plans, and the blueprint with the memory that it really has.
+
+    Raises ValueError for sizes that the user chose and that do not fit.
+    """
+    if blueprint.device.type == "cpu":
+        return blueprint, _runner(blueprint, model, blueprint.memory, fill)
+    blueprint = _measure(config, blueprint, model)
+    runner = _runner(blueprint, model, blueprint.memory, fill)
+    if not config.enforce_eager and blueprint.dtype != torch.float64:
+        graphs = _graphs(blueprint, runner)
+        graphs.record()
+        runner.use_graphs(graphs)
+    return blueprint, runner
+
+
+def _measure(config: EngineConfig, blueprint: Blueprint, model: Model) -> Blueprint:
+    """Compiles the kernels and runs the largest steps on pools that hold nothing else; then fits the real pools."""
+    most = min(config.max_num_batched_tokens, blueprint.memory.max_model_len)
+    trial = replace(
+        blueprint.memory,
+        num_blocks=blocks_of(most),
+        num_slots=1,
+        max_model_len=most,
+        max_keep=blueprint.memory.max_keep,
+    )
+    runner = _runner(blueprint, model, trial, fill=0.0)
+    warm_up = WarmUp(runner, most)
+    if blueprint.dtype != torch.float64:
+        warm_up.compile()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    warm_up.run()
+    steps = torch.cuda.max_memory_allocated() - before
+    num_graphs = 0 if config.enforce_eager else len(_graphs(blueprint, runner).shapes)
+    del runner, warm_up
+    torch.cuda.empty_cache()
+    free = free_memory(blueprint.device) + blueprint.memory.sizes.weights
+    return blueprint.measured(config, free, reserve=steps + num_graphs * GRAPH_BYTES)
+
+
+def _runner(blueprint: Blueprint, model: Model, memory: MemoryPlan, fill: float | None) -> Runner:
+    with_mtp = blueprint.num_guesses > 0
+    pools = allocate(blueprint.model, memory, blueprint.dtype, blueprint.state_dtype, fill, with_mtp)
+    memory = replace(memory, device=str(blueprint.device))
+    return Runner(model, blueprint.model.vocab_size, memory, pools, blueprint.dtype)
+
+
+def _graphs(blueprint: Blueprint, runner: Runner) -> StepGraphs:
+    lengths = range(1, 2 + blueprint.num_guesses)
+    return StepGraphs(runner.model, runner.pools, runner.seats, lengths, blueprint.model.hidden_size, blueprint.dtype)

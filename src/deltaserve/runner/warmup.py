@@ -1,0 +1,146 @@
+"""What happens between loading and the first request on a GPU: kernels are compiled, the largest steps are run to see
+what memory they take beside weights and pools, and graphs are recorded. After that nothing compiles.
+
+Knows no request: its rows belong to nobody, read the zero state, and keep their memory in ids that are free.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltaserve.core.plan import Seating
+from deltaserve.core.request import SamplingParams
+from deltaserve.ops.gpu import compiling_only
+from deltaserve.runner.inputs import Numbers
+from deltaserve.runner.memory import blocks_of
+from deltaserve.runner.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+MAX_COMPILERS = 32
+"""Threads that compile: each spends its time outside of Python."""
+
+
+def step_sizes(most: int) -> list[int]:
+    """Tokens of the steps that a kernel may be compiled differently for: powers of two up to `most` and their
+    neighbours, and `most`."""
+    sizes = {most}
+    size = 1
+    while size < most:
+        sizes |= {size, size + 1}
+        size *= 2
+    return sorted(size for size in sizes if size <= most)
+
+
+class WarmUp:
+    """Drives a runner through steps that nobody asked for."""
+
+    def __init__(self, runner: Runner, max_tokens: int) -> None:
+        """`max_tokens`: of one step."""
+        self._runner = runner
+        self._max_tokens = min(max_tokens, runner.seats.max_len)
+
+    def compile(self) -> None:
+        """Compiles, in parallel, what steps of all sizes need. Results are cached on the disk by Triton."""
+        begin = time.perf_counter()
+        with compiling_only(min(MAX_COMPILERS, 2 * (os.cpu_count() or 1))):
+            self._all_sizes()
+        torch.cuda.synchronize()
+        logger.info("compiled kernels in %.1f s", time.perf_counter() - begin)
+
+    def run(self) -> None:
+        """Runs steps of all sizes, and the sampler with everything a request may ask for."""
+        self._all_sizes()
+        self._sample()
+        torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def _all_sizes(self) -> None:
+        longest, seats = self._max_tokens, len(self._runner.seats.num_blocks)
+        for size in step_sizes(longest):
+            self._prefill(1, size)
+        for rows in step_sizes(min(seats, longest)):
+            self._prefill(rows, longest // rows)
+            self._decode(rows)
+
+    def _prefill(self, rows: int, length: int) -> None:
+        """`rows` prompts of `length` tokens each, all in the same blocks: no row may own them, so none may be read
+        across rows, and what they hold does not matter."""
+        most = min(length, self._max_tokens // rows)
+        seats, counts = np.arange(rows), np.full(rows, most)
+        self._own_blocks(rows, most)
+        row_starts = np.concatenate(([0], counts.cumsum()))
+        numbers = Numbers(
+            seats=seats,
+            starts=np.zeros(rows, dtype=np.int64),
+            counts=counts,
+            num_guesses=np.zeros(rows, dtype=np.int64),
+            read_slot=np.full(rows, -1),
+            write_slot=np.full(rows * most, -1),
+            row_starts=row_starts,
+            sampling=seats,
+            num_decode=0,
+        )
+        self._forward(numbers)
+
+    def _decode(self, rows: int) -> Tensor:
+        """`rows` rows of every length that extends; the logits of the last."""
+        runner = self._runner
+        self._own_blocks(rows, 1)
+        seats, zeros = np.arange(rows), np.zeros(rows, dtype=np.int64)
+        lengths = runner.graphs.lengths if runner.graphs is not None else (1,)
+        for length in lengths:
+            numbers = Numbers(
+                seats=seats,
+                starts=zeros,
+                counts=zeros + length,
+                num_guesses=zeros + length - 1,
+                read_slot=zeros - 1,
+                write_slot=np.full(rows * length, -1),
+                row_starts=np.arange(rows + 1) * length,
+                sampling=seats,
+                num_decode=rows,
+            )
+            logits_NV = self._forward(numbers)
+        return logits_NV
+
+    def _forward(self, numbers: Numbers) -> Tensor:
+        runner = self._runner
+        batch = runner.inputs.build(numbers)
+        hidden_TD = runner.model(batch.token_ids, batch.context)
+        last_ND = hidden_TD if batch.last is None else hidden_TD[batch.last]
+        return runner.model.logits(last_ND)
+
+    def _own_blocks(self, rows: int, length: int) -> None:
+        """Seats 0 to `rows` - 1 take the first blocks of the pool, all of them the same ones."""
+        seats = self._runner.seats
+        seats.num_blocks[:rows] = blocks_of(length)
+        seats.block_table[:rows, : blocks_of(length)] = np.arange(blocks_of(length))
+        seats.token_ids[:rows, :length] = np.arange(rows * length).reshape(rows, length) % self._runner.vocab_size
+
+    @torch.inference_mode()
+    def _sample(self) -> None:
+        """As many rows as may sample at once, with every stage of sampling."""
+        runner = self._runner
+        rows = len(runner.seats.num_blocks)
+        asked = SamplingParams(
+            temperature=1.0,
+            top_p=0.9,
+            top_k=50,
+            min_p=0.01,
+            repetition_penalty=1.1,
+            frequency_penalty=0.1,
+            presence_penalty=0.1,
+            logprobs=20,
+            seed=0,
+        )
+        for seat in range(rows):
+            runner.sampler.seat(Seating(seat=seat, token_ids=[0], num_prompt=1, params=asked))
+        logits_NV = self._decode(rows)[:rows]
+        runner.sampler.sample(logits_NV, list(range(rows)), [1] * rows).results()
