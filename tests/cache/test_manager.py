@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 
-from deltaserve.cache.manager import BLOCK_SIZE, CacheManager, Lease
+from deltaserve.cache.lease import Lease
+from deltaserve.cache.manager import BLOCK_SIZE, CacheManager
 from deltaserve.cache.prefix import NoPrefixIndex, PrefixIndex, SnapshotPolicy, every_boundary
 from deltaserve.core.plan import NO_SLOT, Row
 

@@ -113,17 +113,20 @@ def test_a_prompt_that_ends_in_one_token_is_a_prefill_row() -> None:
     rig.finish()
 
 
-def test_a_plan_waits_for_its_commit() -> None:
+def test_two_plans_are_in_flight_at_most_and_committed_in_their_order() -> None:
     rig = Rig()
     rig.add(numbers(3))
-    plan = rig.plan()
-    assert plan is not None
-    with pytest.raises(AssertionError, match="step 0 is planned and not committed"):
+    first, second = rig.plan(), rig.plan()
+    assert first is not None
+    assert second is not None
+    with pytest.raises(AssertionError, match=r"steps \[0, 1\] are planned and not committed"):
         rig.scheduler.plan()
+    with pytest.raises(AssertionError, match="step 1 is committed before those in front of it"):
+        rig.scheduler.commit(second, Result(step=1, rows=[]))
     with pytest.raises(AssertionError, match="0 results for 1 rows"):
-        rig.scheduler.commit(plan, Result(step=0, rows=[]))
+        rig.scheduler.commit(first, Result(step=0, rows=[]))
     with pytest.raises(AssertionError, match="step 0 is not in flight"):
-        rig.scheduler.commit(plan, Result(step=0, rows=[]))
+        rig.scheduler.commit(first, Result(step=0, rows=[]))
 
 
 @pytest.mark.parametrize(

@@ -12,74 +12,24 @@ snapshot all change integers.
 A lease owns `max_keep` slots, as many as the tokens at a step's end that might become its last one. The state it stands
 on (`Lease.read`) is one of those, or none (the zero state), or a slot of the prefix index that its next step reads.
 
-Steps that overlap. Here an id that is released may be handed out by the next `place`. That is sound while a plan is
-made only after the step before it has ended, and it is the one rule that must change when step N+1 is planned before
-step N is committed: an id freed by a commit, a preemption or an abort may still be written by the step in flight, so it
-has to sit in quarantine until the last step that was planned before it was freed has ended. The place for that is
-`IdPool.drop`, which would file the id under the number of that step instead of appending it to the free list, and a
-fifth verb that says a step has ended. Leases, placements and the index stay as they are.
+Steps that overlap. A row may be placed behind one in flight whose end is certain. Steps are computed in the order of
+their plans, so an id that is released is handed out at once: whatever a row in flight still writes there is written
+before its next owner's first step. What is published must not change any more, so a row behind another never writes
+where a state lies that the commit in between may publish. `docs/cache.md` goes through the cases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
-import msgspec
-
+from deltaserve.cache.lease import Flight, Lease, Placement
 from deltaserve.cache.pool import IdPool
 from deltaserve.cache.prefix import Chain, IndexFactory, NoPrefixIndex
-from deltaserve.core.plan import NO_SLOT, Row
+from deltaserve.core.plan import NO_SLOT
 from deltaserve.core.stats import CacheUsage
 
 BLOCK_SIZE = 64
 """Tokens in one KV block, as the ops lay it out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where one row of one step keeps its memory."""
-
-    new_blocks: tuple[int, ...]
-    """Behind the lease's other blocks."""
-    read_slot: int
-    """The state before the row's first token; NO_SLOT is the zero state."""
-    write_slots: tuple[int, ...]
-    """The state after each token; NO_SLOT is not kept."""
-    ahead: int
-    """Tokens behind the row's that have room already."""
-
-    def fill(self, row: Row) -> Row:
-        """The row, with its memory."""
-        return msgspec.structs.replace(
-            row, new_blocks=self.new_blocks, read_slot=self.read_slot, write_slots=self.write_slots
-        )
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """What one running request holds. Its owner reads `num_done` and `blocks`; the rest is the manager's."""
-
-    chain: Chain
-    blocks: list[int]
-    own: list[int]
-    """Slots that only this lease writes."""
-    read: int
-    """The state after the first `num_done` tokens."""
-    num_done: int
-    """Tokens whose KV and state are in the cache."""
-    known: int
-    """Tokens the request came with."""
-    shared: int = NO_SLOT
-    """A slot of the index that the next step reads; held until that step is committed."""
-    num_matched: int = 0
-    """Tokens of the longest prefix whose blocks were found at admission, resumable or not."""
-    spares: list[tuple[int, int]] = field(default_factory=list)
-    """(slot, boundary): slots that get the state at a boundary inside the row in flight, for the index."""
-    num_placed: int = 0
-    """Tokens of the row in flight; 0 when there is none."""
-    first_kept: int = 0
-    """own[i] gets the state after token first_kept + i of the row in flight."""
 
 
 class CacheManager:
@@ -132,7 +82,8 @@ class CacheManager:
             return None
         chain = self._index.match(token_ids, salt) if reuse else Chain(salt)
         blocks = chain.blocks
-        lease = Lease(chain, blocks, [], chain.slot, len(blocks) * self.block_size, len(token_ids), chain.slot)
+        cached = len(blocks) * self.block_size
+        lease = Lease(chain, blocks, [], chain.slot, cached, cached, len(token_ids), chain.slot)
         lease.num_matched = chain.num_matched * self.block_size
         for block in blocks:
             self._blocks.share(block)
@@ -149,45 +100,61 @@ class CacheManager:
 
         ahead: room for so many more behind them is wished for; all of it is given, or none.
 
-        None: no room now, and nothing has changed. Every placement is followed by one `commit`, or by `release`.
+        None: no room now, and nothing has changed. Every placement is followed by one `commit`, in the order of the
+        placements, or by `release`. Behind a row in flight that keeps one token another such row may be placed.
         """
         assert 1 <= keep <= min(n, self.max_keep), f"keeps {keep} of {n} tokens and may keep {self.max_keep}"
         assert lease.own, "a released lease is placed"
-        assert not lease.num_placed, "a lease with a row in flight is placed"
-        new = self._take_blocks(self.num_missing(lease, lease.num_done + n + ahead))
+        certain = not lease.flights or (lease.flights[-1].is_certain and keep == 1)
+        assert certain, "a row is placed behind a row in flight, and one of them may turn out shorter"
+        end = lease.num_planned + n
+        new = self._take_blocks(self.num_missing(lease, end + ahead))
         if new is None and ahead:
-            new, ahead = self._take_blocks(self.num_missing(lease, lease.num_done + n)), 0
+            new, ahead = self._take_blocks(self.num_missing(lease, end)), 0
         if new is None:
             return None
         lease.blocks += new
-        lease.num_placed, lease.first_kept = n, n - keep
+        if lease.flights:
+            self._leave_state(lease)
+        flight, read_slot = Flight(n, n - keep), lease.read
         write_slots = [NO_SLOT] * (n - keep) + lease.own[:keep]
-        for boundary in self._boundaries_inside(lease, lease.num_done + n):
-            inside = boundary - lease.num_done - 1
-            if 0 <= inside < lease.first_kept and self._index.wants_state(lease.chain, boundary, lease.known):
+        for boundary in self._boundaries_inside(lease, end):
+            inside = boundary - lease.num_planned - 1
+            if 0 <= inside < flight.first_kept and self._index.wants_state(lease.chain, boundary, lease.known):
                 spare = self._take_slots(1)
                 if spare is None:
                     self._num_dropped += 1
                     continue
-                lease.spares.append((spare[0], boundary))
+                flight.spares.append((spare[0], boundary))
                 write_slots[inside] = spare[0]
-        return Placement(tuple(new), lease.read, tuple(write_slots), ahead)
+        lease.flights.append(flight)
+        lease.num_planned = end
+        if flight.is_certain:
+            lease.read = lease.own[0]
+        return Placement(tuple(new), read_slot, tuple(write_slots), ahead)
 
     def commit(self, lease: Lease, kept: int, token_ids: Sequence[int]) -> None:
-        """The first `kept` tokens of the row in flight became the truth. `token_ids`: the sequence, at least so far."""
-        assert lease.first_kept < kept <= lease.num_placed, (
-            f"keeps {kept} tokens of a row that may keep {lease.first_kept + 1} to {lease.num_placed}"
+        """The first `kept` tokens of the oldest row in flight became the truth. `token_ids`: the sequence, at least so
+        far."""
+        assert lease.flights, "a commit without a row in flight"
+        flight = lease.flights[0]
+        assert flight.first_kept < kept <= flight.num_tokens, (
+            f"keeps {kept} tokens of a row that may keep {flight.first_kept + 1} to {flight.num_tokens}"
         )
         start, lease.num_done = lease.num_done, lease.num_done + kept
         assert len(token_ids) >= lease.num_done, f"{len(token_ids)} tokens are told, {lease.num_done} are in the cache"
+        lease.flights.popleft()
         self._drop_shared(lease)
-        lease.read = lease.own[kept - 1 - lease.first_kept]
-        lease.num_placed = 0
         self._index.publish(lease.chain, token_ids, lease.blocks, lease.num_done)
-        self._give_spares(lease)
+        self._give_spares(lease, flight)
+        if lease.flights:
+            return  # the row behind has written where this one's last state was
+        lease.num_planned = lease.num_done
+        lease.read = lease.own[kept - 1 - flight.first_kept]
         boundary = lease.num_done // self.block_size * self.block_size
-        if boundary - 1 >= start + lease.first_kept and self._index.wants_state(lease.chain, boundary, lease.known):
-            self._give_own(lease, boundary - 1 - start - lease.first_kept, boundary)
+        inside = boundary - 1 - start - flight.first_kept
+        if inside >= 0 and self._index.wants_state(lease.chain, boundary, lease.known):
+            self._give_own(lease, inside, boundary)
 
     def release(self, lease: Lease, *, withdraw: bool = False) -> None:
         """Everything back, at any moment; once more does nothing.
@@ -197,12 +164,14 @@ class CacheManager:
         if withdraw:
             self._index.withdraw(lease.chain)
         self._drop_shared(lease)
-        self._drop_spares(lease)
+        for flight in lease.flights:
+            self._drop_spares(flight)
         for block in lease.blocks:
             self._blocks.drop(block)
         for slot in lease.own:
             self._slots.drop(slot)
-        lease.blocks, lease.own, lease.read, lease.num_placed = [], [], NO_SLOT, 0
+        lease.blocks, lease.own, lease.read = [], [], NO_SLOT
+        lease.flights.clear()
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
 
@@ -215,6 +184,10 @@ class CacheManager:
     def max_tokens(self) -> int:
         """The longest sequence that fits when nothing else runs."""
         return self._blocks.size * self.block_size
+
+    def has_blocks(self, num_blocks: int) -> bool:
+        """Whether so many can be had."""
+        return num_blocks <= self._blocks.num_available
 
     def num_missing(self, lease: Lease, num_tokens: int) -> int:
         """Blocks that a sequence of `num_tokens` needs beyond those the lease has."""
@@ -244,9 +217,15 @@ class CacheManager:
         for lease in leases:
             assert len(lease.own) == self.max_keep, f"a lease owns {len(lease.own)} slots instead of {self.max_keep}"
             assert lease.read in (NO_SLOT, lease.shared, *lease.own), f"a lease reads slot {lease.read}, not its own"
-            assert (lease.read == NO_SLOT) == (lease.num_done == 0), "a lease has a state without tokens, or none with"
+            first = lease.num_done == 0 and (lease.num_planned == 0 or not lease.flights[-1].is_certain)
+            assert (lease.read == NO_SLOT) == first, "a lease has a state without tokens, or none with"
+            placed = sum(flight.num_tokens for flight in lease.flights)
+            assert lease.num_planned == lease.num_done + placed, "a lease has miscounted the rows in flight"
+            assert len(lease.chain.entries) * self.block_size <= lease.num_done, (
+                "what rows in flight write is published"
+            )
             blocks += lease.blocks
-            written += [*lease.own, *(slot for slot, _ in lease.spares)]
+            written += [*lease.own, *(slot for flight in lease.flights for slot, _ in flight.spares)]
             slots += [lease.shared] if lease.shared != NO_SLOT else []
         slots += written
         cached_blocks, cached_slots = self._index.check()
@@ -282,8 +261,23 @@ class CacheManager:
         self._index.surrender(lease.chain)
         return [slot, *others]
 
+    def _leave_state(self, lease: Lease) -> None:
+        """Before a row is placed behind the ones in flight: where the last of these ends on a boundary at which a state
+        is wanted, its slot is kept for the index, and the row that comes writes a fresh one. Without a fresh one it is
+        written in place, and the state is not kept."""
+        boundary = lease.num_planned
+        if boundary % self.block_size or not self._index.wants_state(lease.chain, boundary, lease.known):
+            return
+        fresh = self._take_slots(1)
+        if fresh is None:
+            self._num_dropped += 1
+            return
+        lease.flights[-1].spares.append((lease.own[0], boundary))
+        lease.own[0] = fresh[0]
+
     def _give_own(self, lease: Lease, i: int, boundary: int) -> None:
         """Hand own[i] to the index and take a fresh slot in its place. No bytes move."""
+        assert not lease.flights, "a state is published that a row in flight writes"
         fresh = self._take_slots(1)
         if fresh is None:
             self._num_dropped += 1
@@ -299,15 +293,16 @@ class CacheManager:
         else:
             self._slots.drop(slot)
 
-    def _give_spares(self, lease: Lease) -> None:
-        for slot, boundary in lease.spares:
+    def _give_spares(self, lease: Lease, flight: Flight) -> None:
+        for slot, boundary in flight.spares:
+            assert slot not in lease.own, "a state is published that a row in flight writes"
             self._num_kept += self._index.snapshot(lease.chain, boundary, slot)
-        self._drop_spares(lease)
+        self._drop_spares(flight)
 
-    def _drop_spares(self, lease: Lease) -> None:
-        for slot, _ in lease.spares:
+    def _drop_spares(self, flight: Flight) -> None:
+        for slot, _ in flight.spares:
             self._slots.drop(slot)
-        lease.spares = []
+        flight.spares = []
 
     def _drop_shared(self, lease: Lease) -> None:
         if lease.shared != NO_SLOT:

@@ -12,23 +12,27 @@ without a share of this step's tokens may be overtaken by a shorter one; one wit
 A row of a step counts only if its request still holds the lease that the row was planned with: results of a request
 that was aborted or sent back to wait meanwhile are dropped, at any phase and without a flag.
 
-Steps that overlap. `plan` refuses to run while a step is uncommitted. To lift that, a sequence must advance by its
-planned tokens rather than its committed ones (drafts and the last token come from the seat already), and ids freed by a
-commit, a preemption or an abort need the quarantine that `deltaserve.cache.manager` describes: that rule lives there
-alone. Plans are numbered, steps in flight are kept by number, and leases tell stale rows apart for that reason.
+Steps that overlap. While one step is in flight, `plan` gives the next where that needs nothing of the first one's
+outcome: rows of one token whose last token is sampled by the step in flight, chunks that continue, and admissions. A
+sequence advances by what is planned, so a row that must be its last by length is followed by none; one that a stop
+token ends has one row too many, which is dropped as above. A plan made ahead takes nothing from anybody and leaves
+nobody out whom the same plan made later would hold: where somebody waits for the outcome (with drafts, a row's length
+follows from what was accepted) or memory would have to be taken, it is not made, and the caller commits first.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from deltaserve.cache.manager import CacheManager, Lease
+from deltaserve.cache.lease import Lease
+from deltaserve.cache.manager import CacheManager
 from deltaserve.core.plan import Plan, Result, Row, RowResult
 from deltaserve.core.request import Output, Request
 from deltaserve.core.stats import Stats
 from deltaserve.scheduler import policy
+from deltaserve.scheduler.counters import Counters
 from deltaserve.scheduler.lines import Lines
 from deltaserve.scheduler.sequence import Sequence
 from deltaserve.scheduler.speculation import Speculation
@@ -43,23 +47,10 @@ class _Planned:
     row: Row
     extends: bool
 
-
-@dataclass
-class _Counters:
-    """As `Stats` names them."""
-
-    steps: int = 0
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    wanted_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    drafted_at: dict[int, int] = field(default_factory=dict)
-    accepted_at: dict[int, int] = field(default_factory=dict)
-    tokens_a_step: dict[int, int] = field(default_factory=dict)
-    finished: dict[str, int] = field(default_factory=dict)
-    aborts: dict[str, int] = field(default_factory=dict)
-    lost_tokens: dict[str, int] = field(default_factory=dict)
+    @property
+    def is_live(self) -> bool:
+        """Its request has neither ended nor been sent back since."""
+        return self.sequence.lease is self.lease
 
 
 class Scheduler:
@@ -100,7 +91,10 @@ class Scheduler:
         self._seeds = random.Random(seed)
         self._num_added = 0
         self._in_flight: dict[int, list[_Planned]] = {}
-        self._counters = _Counters()
+        """By step, oldest first; two at most."""
+        self._num_propose: int | None = None
+        """The choice for the next plan, when it was asked for and that plan is not made yet."""
+        self._counters = Counters()
 
     # ---- requests come and go --------------------------------------------------------------------------------------
 
@@ -137,8 +131,7 @@ class Scheduler:
         if sequence is None:
             return False
         self._end(sequence)
-        counter = self._counters.finished if reason == "stop" else self._counters.aborts
-        counter[reason] = counter.get(reason, 0) + 1
+        self._counters.abort(reason)
         return True
 
     def preempt(self, request_id: str) -> bool:
@@ -156,29 +149,39 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._lines)
+        """Whether requests are here, or a step is in flight."""
+        return bool(self._lines) or bool(self._in_flight)
 
     # ---- the step --------------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
-        """The next step; None when there is nothing to do. Every plan is followed by its `commit`."""
-        assert not self._in_flight, f"step {next(iter(self._in_flight))} is planned and not committed"
-        if not self._lines:
+        """The next step; None when there is nothing to do, or nothing before the step in flight is committed. Every
+        plan is followed by its `commit`, in the order of the plans."""
+        assert len(self._in_flight) < 2, f"steps {list(self._in_flight)} are planned and not committed"
+        ahead = bool(self._in_flight)
+        if not self._lines or (ahead and self._must_wait()):
             return None
         extending = self._lines.extending
         drafts = self._share_drafts(extending)
         budget = self._max_num_batched_tokens - len(extending) - sum(drafts)
         seated = self._admit(budget)
+        sizes = {s.order: 1 + k for s, k in zip(extending, drafts, strict=True)} | self._share_prompts(budget)
+        if ahead and not self._has_room(sizes):
+            assert not seated, "requests are let in and there is no room for the step"
+            return None
         seatings = [s.seating() for s in seated]
-        sizes = {s.order: 1 + k for s, k in zip(extending, drafts, strict=True)}
-        num_propose = min(self._speculation.choose(max(len(extending), 1)), self._cache.max_keep - 1)
-        planned = self._place(sizes | self._share_prompts(budget), num_propose)
-        assert planned, "requests wait and none can move"
+        planned = self._place(sizes, 0 if ahead else self._choose_drafts())
+        assert planned or ahead, "requests wait and none can move"
         assert all(s.lease is not None for s in seated), "a request is let in and sent back in one step"
+        if not planned:
+            return None
         planned.sort(key=lambda p: not p.extends)  # stable: each kind stays in the order of arrival
         step = self._counters.steps
         self._counters.steps += 1
+        self._num_propose = None
         self._in_flight[step] = planned
+        for p in planned:
+            self._lines.hold(p.row.seat)
         return Plan(
             step=step,
             seatings=seatings,
@@ -188,13 +191,15 @@ class Scheduler:
 
     def commit(self, plan: Plan, result: Result) -> list[Output]:
         """Take a step's outcome: tokens, stop rules and memory, row by row. One output for each row that has news."""
-        planned = self._in_flight.pop(plan.step, None)
-        assert planned is not None, f"step {plan.step} is not in flight"
+        assert plan.step in self._in_flight, f"step {plan.step} is not in flight"
+        assert plan.step == next(iter(self._in_flight)), f"step {plan.step} is committed before those in front of it"
+        planned = self._in_flight.pop(plan.step)
         assert result.step == plan.step, f"the result of step {result.step} is taken for that of {plan.step}"
         assert len(result.rows) == len(planned), f"{len(result.rows)} results for {len(planned)} rows"
         outputs = []
         for p, row_result in zip(planned, result.rows, strict=True):
-            output = self._commit_row(p, row_result) if p.sequence.lease is p.lease else None
+            self._lines.let_go(p.row.seat)
+            output = self._commit_row(p, row_result) if p.is_live else None
             if output is not None:
                 outputs.append(output)
         return outputs
@@ -202,26 +207,7 @@ class Scheduler:
     # ---- what others may ask ---------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        counters = self._counters
-        return Stats(
-            running=len(self._lines.running),
-            waiting=len(self._lines.waiting),
-            cache=self._cache.usage(),
-            steps=counters.steps,
-            prefilled_tokens=counters.prefilled_tokens,
-            cached_tokens=counters.cached_tokens,
-            wanted_tokens=counters.wanted_tokens,
-            lost_tokens=dict(counters.lost_tokens),
-            generated_tokens=counters.generated_tokens,
-            draft_tokens=sum(counters.drafted_at.values()),
-            accepted_tokens=sum(counters.accepted_at.values()),
-            drafted_at=dict(counters.drafted_at),
-            accepted_at=dict(counters.accepted_at),
-            tokens_a_step=dict(counters.tokens_a_step),
-            preemptions=counters.preemptions,
-            finished=dict(counters.finished),
-            aborts=dict(counters.aborts),
-        )
+        return self._counters.stats(len(self._lines.running), len(self._lines.waiting), self._cache.usage())
 
     def check(self) -> None:
         """Balance the ledger of lines, seats, blocks and states. Raises AssertionError."""
@@ -229,11 +215,32 @@ class Scheduler:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
+    def _must_wait(self) -> bool:
+        """Whether a row's length follows from the outcome of the step in flight."""
+        rows = [p.row for flight in self._in_flight.values() for p in flight if p.is_live and p.row.samples]
+        if any(row.num_drafts or row.num_propose for row in rows):
+            return True
+        return bool(rows) and self._choose_drafts() > 0
+
+    def _choose_drafts(self) -> int:
+        """Drafts that the next plan proposes; asked once for each plan."""
+        if self._num_propose is None:
+            num_rows = max(len(self._lines.extending), 1)
+            self._num_propose = min(self._speculation.choose(num_rows), self._cache.max_keep - 1)
+        return self._num_propose
+
+    def _has_room(self, sizes: dict[int, int]) -> bool:
+        """Whether memory for the step can be had without sending anybody back."""
+        leases = [(s.lease, sizes[s.order]) for s in self._lines.running if s.order in sizes and s.lease is not None]
+        return self._cache.has_blocks(sum(self._cache.num_missing(it, it.num_planned + n) for it, n in leases))
+
     def _share_drafts(self, extending: list[Sequence]) -> list[int]:
         wanted = []
         for sequence in extending:
-            room = sequence.max_len - len(sequence.token_ids) - 1  # the token behind the drafts is output too
-            wanted.append(max(min(self._num_drafts_for(sequence), self._cache.max_keep - 1, room), 0))
+            assert sequence.lease is not None, "a waiting request extends"
+            room = sequence.max_len - sequence.lease.num_planned - 2  # the token behind the drafts is output too
+            most = 0 if sequence.lease.in_flight else min(self._cache.max_keep - 1, room)
+            wanted.append(max(min(self._num_drafts_for(sequence), most), 0))
         prompts = [*self._lines.prefilling, *self._lines.candidates]
         prompt_tokens = sum(s.num_to_prefill for s in prompts)
         return policy.share_drafts(self._max_num_batched_tokens, len(extending), wanted, prompt_tokens)
@@ -243,7 +250,7 @@ class Scheduler:
         prompts = self._lines.prefilling
         shares = policy.share_prompts(budget, [s.num_to_prefill for s in prompts])
         return {
-            s.order: policy.cut_chunk(len(s.token_ids) - s.num_to_prefill, s.num_to_prefill, n, self._cache.block_size)
+            s.order: policy.cut_chunk(s.num_planned, s.num_to_prefill, n, self._cache.block_size)
             for s, n in zip(prompts, shares, strict=True)
         }
 
@@ -278,7 +285,7 @@ class Scheduler:
         """
         if not self._cache.keeps:
             return candidates
-        leaders, free = [s for s in self._lines.prefilling if not s.needs_whole_prompt], []
+        leaders, free = [s for s in self._lines.running if s.is_unpublished and not s.needs_whole_prompt], []
         for sequence in candidates:
             if not any(sequence.follows(leader, self._cache.block_size) for leader in leaders):
                 free.append(sequence)
@@ -287,22 +294,18 @@ class Scheduler:
 
     def _count_hit(self, sequence: Sequence, lease: Lease) -> None:
         """What a first admission got from the index, and what it did not."""
-        size, counters = self._cache.block_size, self._counters
+        size = self._cache.block_size
         wanted = (len(sequence.token_ids) - 1) // size * size if self._cache.keeps else 0
-        counters.wanted_tokens += wanted
-        counters.cached_tokens += lease.num_done
-        reasons = {"logprobs": wanted}
+        lost = {"logprobs": wanted}
         if not sequence.needs_whole_prompt:
             stored = max(lease.num_matched, lease.num_done)
-            reasons = {"not stored": wanted - stored, "no state": stored - lease.num_done}
-        for reason, lost in reasons.items():
-            if lost:
-                counters.lost_tokens[reason] = counters.lost_tokens.get(reason, 0) + lost
+            lost = {"not stored": wanted - stored, "no state": stored - lease.num_done}
+        self._counters.hit(wanted, lease.num_done, lost)
 
     def _blocks_owed(self, sequence: Sequence) -> int:
         """Blocks that a running request needs for the tokens it has, and one more to grow into."""
         assert sequence.lease is not None, "a waiting request is owed blocks"
-        longest = min(len(sequence.token_ids) + self._cache.max_keep - 1, sequence.max_len)
+        longest = min(sequence.num_expected + self._cache.max_keep - 1, sequence.max_len)
         return self._cache.num_missing(sequence.lease, longest) + 1
 
     def _place(self, sizes: dict[int, int], num_propose: int) -> list[_Planned]:
@@ -330,8 +333,8 @@ class Scheduler:
     def _place_row(
         self, sequence: Sequence, lease: Lease, num_tokens: int, num_drafts: int, num_propose: int
     ) -> Row | None:
-        end = lease.num_done + num_tokens
-        samples = end - num_drafts == len(sequence.token_ids) and sequence.wants_output
+        start, end = lease.num_planned, lease.num_planned + num_tokens
+        samples = end - num_drafts >= sequence.prompt_end and sequence.wants_output
         # A draft is of use if another token may follow it.
         num_propose = min(num_propose, max(sequence.max_len - end - 2, 0)) if samples else 0
         placement = self._cache.place(lease, num_tokens, keep=1 + num_drafts, ahead=num_propose)
@@ -339,7 +342,7 @@ class Scheduler:
             return None
         row = Row(
             seat=sequence.seat,
-            start=lease.num_done,
+            start=start,
             num_tokens=num_tokens,
             num_drafts=num_drafts,
             num_propose=placement.ahead,
@@ -350,7 +353,9 @@ class Scheduler:
     def _commit_row(self, planned: _Planned, result: RowResult) -> Output | None:
         sequence, row, counters = planned.sequence, planned.row, self._counters
         if planned.extends:
-            self._count_drafts(row.num_drafts, max(len(result.token_ids) - 1, 0))
+            num_accepted = max(len(result.token_ids) - 1, 0)
+            counters.drafts(row.num_drafts, num_accepted)
+            self._speculation.observe(row.num_drafts, num_accepted)
         else:
             counters.prefilled_tokens += row.num_tokens
         output, kept = sequence.take(row, result)
@@ -361,18 +366,9 @@ class Scheduler:
         if output is not None:
             counters.generated_tokens += len(output.token_ids)
             if output.finish_reason is not None:
-                counters.finished[output.finish_reason] = counters.finished.get(output.finish_reason, 0) + 1
+                counters.finish(output.finish_reason)
                 self._end(sequence, withdraw=failed)
         return output
-
-    def _count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Of one row that extends. A row that failed accepts none."""
-        counters = self._counters
-        for counter, number in ((counters.drafted_at, num_drafts), (counters.accepted_at, num_accepted)):
-            for place in range(number):
-                counter[place] = counter.get(place, 0) + 1
-        counters.tokens_a_step[1 + num_accepted] = counters.tokens_a_step.get(1 + num_accepted, 0) + 1
-        self._speculation.observe(num_drafts, num_accepted)
 
     def _send_back(self, sequence: Sequence) -> None:
         self._cache.release(self._lines.stand(sequence))

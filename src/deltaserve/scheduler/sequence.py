@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from deltaserve.cache.manager import Lease
+from deltaserve.cache.lease import Lease
 from deltaserve.core.plan import Row, RowResult, Seating
 from deltaserve.core.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 
@@ -28,7 +28,8 @@ class Sequence:
     """The state of one request.
 
     It waits (no lease, no seat) or runs (both). While it runs, tokens number 0 to `prompt_end - 1` are prefilled;
-    behind them it extends, from a token that was sampled since it took its seat.
+    behind them it extends, from a token that is sampled since it took its seat. That token may be in flight: a sequence
+    is planned by its lease's `num_planned`, and `token_ids` are what was handed out.
     """
 
     request_id: str
@@ -78,14 +79,34 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def num_planned(self) -> int:
+        """Tokens that are in the cache or in flight to it."""
+        return 0 if self.lease is None else self.lease.num_planned
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens it will have when all that is in flight has arrived, if none of them ends it."""
+        return max(len(self.token_ids), self.num_planned + 1)
+
+    @property
     def is_extending(self) -> bool:
-        """Its next row starts at a token that was sampled since it took its seat."""
-        return self.lease is not None and self.lease.num_done >= self.prompt_end
+        """Its next row starts at a token that is sampled since it took its seat."""
+        return self.lease is not None and self.lease.num_planned >= self.prompt_end
+
+    @property
+    def is_ending(self) -> bool:
+        """Its last row is in flight: whatever token that gives, none may follow."""
+        return self.is_extending and self.num_expected >= self.max_len
+
+    @property
+    def is_unpublished(self) -> bool:
+        """Some of its prompt is not in the cache yet."""
+        return self.lease is not None and self.lease.num_done < self.prompt_end
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens to compute before it extends."""
-        return len(self.token_ids) - (0 if self.lease is None else self.lease.num_done)
+        """Tokens to plan before it extends."""
+        return len(self.token_ids) if self.lease is None else self.prompt_end - self.lease.num_planned
 
     @property
     def needs_whole_prompt(self) -> bool:
