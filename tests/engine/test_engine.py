@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deltaserve.config import EngineConfig
-from deltaserve.core.plan import Plan, Result
+from deltaserve.core.plan import Pending, Plan
 from deltaserve.core.request import Output, Request, SamplingParams
 from deltaserve.engine.engine import Engine, EngineDeadError
 from deltaserve.engine.tokenizer import Tokenizer
@@ -166,10 +166,10 @@ def test_logits_that_are_not_finite_end_their_request_only(own_engine: Engine) -
 
 
 def test_step_that_fails_ends_the_engine(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(plan: Plan) -> Result:
+    def fail(plan: Plan) -> Pending:
         raise MemoryError("no room for the logits")
 
-    monkeypatch.setattr(own_engine.workers, "step", fail)
+    monkeypatch.setattr(own_engine.workers, "launch", fail)
     own_engine.add(request("a", [1]))
     with pytest.raises(EngineDeadError, match="the engine has died: MemoryError: no room for the logits"):
         own_engine.step()
@@ -188,10 +188,10 @@ def test_books_that_do_not_balance_end_the_engine(own_engine: Engine, monkeypatc
 
 
 def test_interrupted_step_ends_the_engine(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(plan: Plan) -> Result:
+    def interrupt(plan: Plan) -> Pending:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(own_engine.workers, "step", interrupt)
+    monkeypatch.setattr(own_engine.workers, "launch", interrupt)
     own_engine.add(request("a", [1]))
     with pytest.raises(KeyboardInterrupt):
         own_engine.step()

@@ -1,4 +1,8 @@
-"""The loop: plan, compute, commit. Knows no text, no protocol and no tensor; one thread calls it."""
+"""The loop: plan, launch, commit. Knows no text, no protocol and no tensor; one thread calls it.
+
+Where steps overlap, the next step is planned and launched before the outcome of the one in flight is awaited, so that
+the device goes on while the host takes the books forward. What a plan needs to know of that outcome the scheduler says.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from pathlib import Path
 from deltaserve.cache.manager import CacheManager
 from deltaserve.cache.prefix import IndexFactory, NoPrefixIndex, PrefixIndex
 from deltaserve.config import EngineConfig
+from deltaserve.core.plan import Pending, Plan
 from deltaserve.core.request import Output, Request
 from deltaserve.core.stats import Stats
 from deltaserve.engine.tokenizer import GenerationDefaults
@@ -75,6 +80,9 @@ class Engine:
             seed=config.seed,
             speculation=Speculation(blueprint.num_guesses),
         )
+        # On a CPU a launch computes: what it gave would only wait for the step behind it.
+        self.overlaps = config.overlap == "on" or (config.overlap == "auto" and blueprint.device.type != "cpu")
+        self._in_flight: tuple[Plan, Pending] | None = None
         self._unusable: Exception | None = None
 
     def add(self, request: Request) -> None:
@@ -97,13 +105,16 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> list[Output]:
-        """Compute one step and return what it gave. Raises EngineDeadError; see there."""
+        """End one step and return what it gave; where steps overlap the next one is in flight then, if there can be
+        one. Raises EngineDeadError; see there."""
         self._must_be_usable()
         try:
-            plan = self.scheduler.plan()
-            if plan is None:
+            step = self._in_flight or self._launch()
+            if step is None:
                 return []
-            outputs = self.scheduler.commit(plan, self.workers.step(plan))
+            self._in_flight = self._launch() if self.overlaps else None
+            plan, pending = step
+            outputs = self.scheduler.commit(plan, pending.result())
             self._check_when_idle()
         except BaseException as error:
             # Ctrl-C in the middle of a step leaves the books as open as a failure does.
@@ -123,7 +134,13 @@ class Engine:
     def close(self) -> None:
         """Let go of all memory. Harmless when repeated; a closed engine takes no request and no step."""
         self._unusable = RuntimeError("the engine is closed")
+        self._in_flight = None
         self.workers.close()
+
+    def _launch(self) -> tuple[Plan, Pending] | None:
+        """The next step, begun; None: there is nothing to do, or nothing before the step in flight has ended."""
+        plan = self.scheduler.plan()
+        return None if plan is None else (plan, self.workers.launch(plan))
 
     def _check_when_idle(self) -> None:
         if not self.scheduler.has_work:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 
 from deltaserve.cache.lease import Lease
 from deltaserve.cache.pool import IdPool
@@ -22,8 +21,6 @@ class Lines:
         self.running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
         self._seats = IdPool(num_seats)
-        self._held = Counter[int]()
-        """Rows in flight, by seat."""
 
     def __bool__(self) -> bool:
         return bool(self._sequences)
@@ -78,17 +75,6 @@ class Lines:
         self.waiting.remove(sequence)
         return None
 
-    def hold(self, seat: int) -> None:
-        """A row is in flight: whoever leaves the seat meanwhile, nobody takes it before the row's outcome is written
-        there."""
-        self._seats.share(seat)
-        self._held[seat] += 1
-
-    def let_go(self, seat: int) -> None:
-        """The row has arrived."""
-        self._seats.drop(seat)
-        self._held[seat] -= 1
-
     def check(self) -> list[Lease]:
         """The leases of those who run. Raises AssertionError where lines and seats do not add up."""
         everybody = sorted([*self.waiting, *self.running], key=_order)
@@ -98,7 +84,7 @@ class Lines:
         assert all(s.lease is None for s in self.waiting), "a waiting request holds a lease"
         leases = [s.lease for s in self.running if s.lease is not None]
         assert len(leases) == len(self.running), "a running request holds no lease"
-        self._seats.check("seat", [*(s.seat for s in self.running), *self._held.elements()], [])
+        self._seats.check("seat", [s.seat for s in self.running], [])
         return leases
 
     def _free(self, sequence: Sequence) -> Lease:

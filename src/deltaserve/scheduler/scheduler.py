@@ -180,8 +180,6 @@ class Scheduler:
         self._counters.steps += 1
         self._num_propose = None
         self._in_flight[step] = planned
-        for p in planned:
-            self._lines.hold(p.row.seat)
         return Plan(
             step=step,
             seatings=seatings,
@@ -198,7 +196,6 @@ class Scheduler:
         assert len(result.rows) == len(planned), f"{len(result.rows)} results for {len(planned)} rows"
         outputs = []
         for p, row_result in zip(planned, result.rows, strict=True):
-            self._lines.let_go(p.row.seat)
             output = self._commit_row(p, row_result) if p.is_live else None
             if output is not None:
                 outputs.append(output)
