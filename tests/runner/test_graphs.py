@@ -1,0 +1,105 @@
+"""Steps of fixed shapes say what steps of any shape say; padding leaves no trace. On a CPU nothing is recorded, and the
+same tensors at fixed places are read."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from deltaserve.config import EngineConfig
+from deltaserve.core.plan import Plan, Row, Seating
+from deltaserve.core.request import Request, SamplingParams
+from deltaserve.engine.engine import Engine
+from deltaserve.runner.graphs import StepGraphs, row_counts
+
+
+def test_row_counts() -> None:
+    assert row_counts(1) == [1]
+    assert row_counts(6) == [1, 2, 3, 4, 5, 6]
+    assert row_counts(40) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40]
+    assert row_counts(37)[-2:] == [32, 37]
+
+
+def with_graphs(engine: Engine) -> StepGraphs:
+    runner, blueprint = engine.workers.runner, engine.blueprint
+    assert runner is not None
+    lengths = range(1, 2 + blueprint.num_guesses)
+    graphs = StepGraphs(runner.model, runner.pools, runner.seats, lengths, blueprint.model.hidden_size, blueprint.dtype)
+    graphs.record(progress=False)
+    runner.use_graphs(graphs)
+    return graphs
+
+
+def run(graphs: bool, **config: Any) -> dict[str, list[int]]:
+    engine = Engine(EngineConfig(device="cpu", max_num_seqs=7, max_num_batched_tokens=64, **config))
+    replays: list[object] = []
+    if graphs:
+        recorded = with_graphs(engine)
+        inner = recorded.run
+        recorded.run = lambda numbers: replays.append(found := inner(numbers)) or found  # type: ignore[method-assign, func-returns-value]
+    draw = random.Random(3)
+    for number in range(12):
+        prompt = [draw.randrange(2000) for _ in range(draw.randrange(1, 150))]
+        params = SamplingParams(
+            temperature=draw.choice([0.0, 0.9]),
+            seed=number,
+            max_tokens=draw.randrange(1, 40),
+            repetition_penalty=draw.choice([1.0, 1.2]),
+            logprobs=draw.choice([None, 2]),
+        )
+        engine.add(Request(request_id=str(number), prompt_token_ids=prompt, params=params, arrival=0.0))
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    engine.check()
+    engine.close()
+    assert not graphs or sum(found is not None for found in replays) > 10
+    return tokens
+
+
+@pytest.mark.parametrize("speculative_tokens", ["0", "2"])
+def test_fixed_shapes_say_the_same(speculative_tokens: str) -> None:
+    config = {"speculative_tokens": speculative_tokens, "dtype": "float64"}
+    assert run(True, **config) == run(False, **config)
+
+
+def test_padding_writes_nothing() -> None:
+    """One row in a graph of five: only its slot and its place in its block change."""
+    engine = Engine(EngineConfig(device="cpu", max_num_seqs=5, speculative_tokens="0"), fill=float("nan"))
+    graphs, runner = with_graphs(engine), engine.workers.runner
+    assert runner is not None
+    graphs.rows = [5]
+    params = SamplingParams(temperature=0.0, seed=0)
+    seating = Seating(seat=2, token_ids=[5, 6, 7], num_prompt=3, params=params, blocks=(9,))
+    prefill = Row(seat=2, start=0, num_tokens=3, samples=True, write_slots=(-1, -1, 4))
+    runner.step(Plan(step=0, seatings=[seating], rows=[prefill], num_decode=0))
+    pools = (*runner.pools.kv, *runner.pools.per_slot)
+    before = [pool.clone() for pool in pools]
+    row = Row(seat=2, start=3, num_tokens=1, samples=True, read_slot=4, write_slots=(6,))
+    result = runner.step(Plan(step=1, rows=[row], num_decode=1))
+    assert len(result.rows[0].token_ids) == 1
+    for number, (old, new) in enumerate(zip(before, pools, strict=True)):
+        changed = ~torch.isclose(old, new, rtol=0, atol=0, equal_nan=True)
+        where = changed.nonzero()
+        if number < len(runner.pools.kv):
+            assert {(int(i[1]), int(i[2])) for i in where} == {(9, 3)}
+        else:
+            assert {int(i[0]) for i in where} == {6}
+    engine.close()
+
+
+def test_rows_that_do_not_fit_run_as_they_are() -> None:
+    engine = Engine(EngineConfig(device="cpu", max_num_seqs=2, speculative_tokens="0"))
+    graphs, runner = with_graphs(engine), engine.workers.runner
+    assert runner is not None
+    params = SamplingParams(temperature=0.0, seed=0)
+    seating = Seating(seat=0, token_ids=[5, 6, 7], num_prompt=3, params=params, blocks=(1,))
+    row = Row(seat=0, start=0, num_tokens=3, samples=True, write_slots=(-1, -1, 0))
+    result = runner.step(Plan(step=0, seatings=[seating], rows=[row], num_decode=0))
+    assert graphs.last_token.tolist() == [result.rows[0].token_ids[0], 0, 0]
+    engine.close()
