@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Literal
+
+import pytest
 
 from deltaserve.config import EngineConfig
 from deltaserve.core.request import Request, SamplingParams
@@ -13,7 +16,8 @@ from tests.models.factory import tiny_config, write_checkpoint
 NUM_TOKENS = 200
 
 
-def test_sent_back_at_every_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_sent_back_at_every_token(overlap: Literal["off", "on"], tmp_path: Path) -> None:
     shape = tiny_config(num_hidden_layers=2, full_attention_interval=2)
     folder = write_checkpoint(tmp_path, shape, seed=4)
     engine = Engine(
@@ -24,6 +28,7 @@ def test_sent_back_at_every_token(tmp_path: Path) -> None:
             max_num_seqs=100,
             max_num_batched_tokens=1024,
             num_blocks=400,
+            overlap=overlap,
         )
     )
     prompt = random.Random(2).choices(range(160), k=40)

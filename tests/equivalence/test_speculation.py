@@ -153,7 +153,8 @@ def test_all_cells_give_the_same_tokens(
 ) -> None:
     draw = random.Random(seed)
     budget = BUDGETS[(guesses + (prefix_cache == "on")) % len(BUDGETS)]
-    watched = Watched(config(folder, guesses, prefix_cache, budget), NAN)
+    overlap = "on" if (guesses % 2 == 0) == (prefix_cache == "on") else "off"
+    watched = Watched(config(folder, guesses, prefix_cache, budget, overlap=overlap), NAN)
     engine, runner = watched.engine, watched.engine.workers.runner
     engine.scheduler._speculation.adaptive = False
     assert runner is not None
@@ -183,7 +184,7 @@ def test_all_cells_give_the_same_tokens(
 
 def test_the_layers_own_drafts_change_no_token_either(folder: Path, alone: dict[str, Answer], seed: int) -> None:
     draw = random.Random(seed)
-    watched = Watched(config(folder, 3, "on", 40), NAN)
+    watched = Watched(config(folder, 3, "on", 40, overlap="on"), NAN)
     watched.engine.scheduler._speculation.adaptive = False
     for answer in traffic(watched.engine, alone, draw):
         assert answer.token_ids == alone[answer.request.request_id].token_ids

@@ -30,8 +30,9 @@ EVENTS = (
     "chunks before the last",
     "tokens from the cache",
     "states kept",
+    "planned ahead",
 )
-BUILTIN_EVENTS = ("finished: length", "preempted", "mixed steps", "chunks before the last")
+BUILTIN_EVENTS = ("finished: length", "preempted", "mixed steps", "chunks before the last", "planned ahead")
 MAX_ROUNDS = 8
 """Rounds go on for the given time, and further while something has not happened yet."""
 
@@ -51,6 +52,7 @@ def draw_config(draw: random.Random, number: int, folder: Path | None, dtype: st
         num_slots=max_num_seqs * (1 + guesses) + draw.choice([0, 1, 2, 5, 30]) if number else 20,
         speculative_tokens=str(guesses),  # type: ignore[arg-type]
         prefix_cache=draw.choice(["on", "on", "on", "off"]) if number else "on",
+        overlap=draw.choice(["on", "on", "off"]) if number else "on",
     )
 
 

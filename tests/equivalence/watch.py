@@ -1,8 +1,13 @@
-"""An engine under watch: memory that nobody owns is poison, and no step may change what its rows do not write."""
+"""An engine under watch: memory that nobody owns is poison, and no step may change what its rows do not write.
+
+Steps may overlap. What is published must hold what was computed for it and never change: neither by a step planned
+later nor by one that was in flight when it was published.
+"""
 
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +15,7 @@ from torch import Tensor
 from deltaserve.cache.manager import CacheManager
 from deltaserve.cache.prefix import IndexFactory, PrefixIndex
 from deltaserve.config import EngineConfig
-from deltaserve.core.plan import Plan, Result
+from deltaserve.core.plan import Pending, Plan, Result
 from deltaserve.engine.engine import Engine
 from deltaserve.engine.workers import Workers
 from deltaserve.models.qwen3_next import Qwen3Next
@@ -24,20 +29,37 @@ def bits(pool: Tensor) -> Tensor:
     return pool.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[pool.element_size()])
 
 
+@dataclass(frozen=True)
+class Watching:
+    """A step in flight."""
+
+    workers: WatchedWorkers
+    inner: Pending
+
+    def result(self) -> Result:
+        self.workers.num_in_flight -= 1
+        return self.inner.result()
+
+
 class WatchedWorkers(Workers):
     """Compares the pools before and after each plan, byte for byte. Counts blocks itself, from the plans alone."""
 
-    def __init__(self, inner: Workers, pools: Pools) -> None:
-        self.runner = inner.runner
-        self.pools = pools
+    def __init__(self, inner: Workers, pools: Pools, cache: CacheManager) -> None:
+        self.blueprint, self.runner = inner.blueprint, inner.runner
+        self.pools, self.cache = pools, cache
         self.tables: dict[int, list[int]] = {}
-        self.num_mixed = self.num_chunks = 0
+        self.num_mixed = self.num_chunks = self.num_ahead = self.num_in_flight = 0
+        self.state_after: dict[int, tuple[int, int]] = {}
+        """Slot -> the step that wrote it last, and how many tokens its state is after."""
 
-    def step(self, plan: Plan) -> Result:
+    def launch(self, plan: Plan) -> Pending:
         pools = self.pools
         before = [bits(pool).clone() for pool in (*pools.kv, *pools.per_slot)]
-        result = super().step(plan)
+        pending = super().launch(plan)
         slots, places, ahead = self._written(plan)
+        cached_blocks, cached_slots = self.cache._index.check()
+        assert not slots & set(cached_slots), f"{plan}: writes published states"
+        assert not {block for block, _ in places | ahead} & set(cached_blocks), f"{plan}: writes published blocks"
         after = [bits(pool) for pool in (*pools.kv, *pools.per_slot)]
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
             if number < len(pools.kv):
@@ -52,7 +74,9 @@ class WatchedWorkers(Workers):
                 assert not strange, f"{plan}: slots {strange} changed"
         self.num_mixed += 0 < plan.num_decode < len(plan.rows)
         self.num_chunks += sum(not row.samples for row in plan.rows)
-        return result
+        self.num_ahead += self.num_in_flight > 0
+        self.num_in_flight += 1
+        return Watching(self, pending)
 
     def _written(self, plan: Plan) -> tuple[set[int], set[tuple[int, int]], set[tuple[int, int]]]:
         """Slots; (block, offset) of keys and values; and those of the MTP layer, whose entries run ahead."""
@@ -63,7 +87,9 @@ class WatchedWorkers(Workers):
         ahead: set[tuple[int, int]] = set()
         for row in plan.rows:
             self.tables[row.seat] += row.new_blocks
-            slots.update(slot for slot in row.write_slots if slot >= 0)
+            states = {slot: row.start + t + 1 for t, slot in enumerate(row.write_slots) if slot >= 0}
+            self.state_after |= {slot: (plan.step, length) for slot, length in states.items()}
+            slots.update(states)
             table = self.tables[row.seat]
             end = row.start + row.num_tokens
             places.update((table[t // BLOCK], t % BLOCK) for t in range(row.start, end))
@@ -81,8 +107,33 @@ class Watched:
         self.engine = Engine(config, make_cache=self._make_cache, fill=poison)
         assert self.engine.workers.runner is not None
         self.pools = self.engine.workers.runner.pools
-        self.workers = WatchedWorkers(self.engine.workers, self.pools)
+        [cache] = self.caches
+        self.workers = WatchedWorkers(self.engine.workers, self.pools, cache)
         self.engine.workers = self.workers
+        self.published: dict[int, tuple[bytes, int, list[Tensor]]] = {}
+        """Slot -> key of its prefix, the step that wrote it, and what it held when it was first seen in the index."""
+
+    def look(self) -> None:
+        """After each step: what the index keeps was computed for it, and has not changed since."""
+        [cache] = self.caches
+        self.engine.check()
+        index = cache._index
+        if not isinstance(index, PrefixIndex):
+            return
+        published = {}
+        for key, entry in index._states.items():
+            depth, parent = 1, entry.parent
+            while parent is not None:
+                depth, parent = depth + 1, parent.parent
+            step, length = self.workers.state_after[entry.slot]
+            assert length == depth * BLOCK, f"slot {entry.slot} is published after {depth * BLOCK} tokens, not {length}"
+            now = [bits(pool[entry.slot]) for pool in self.pools.per_slot]
+            before = self.published.get(entry.slot)
+            if before is None or before[:2] != (key, step):
+                before = (key, step, [part.clone() for part in now])
+            assert all(torch.equal(a, b) for a, b in zip(now, before[2], strict=True)), "a published state has changed"
+            published[entry.slot] = before
+        self.published = published
 
     def assert_nothing_left(self) -> None:
         """No request holds an id, and all memory but what the prefix index keeps is poison again."""
