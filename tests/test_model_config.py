@@ -51,9 +51,24 @@ def test_every_field_of_a_plain_config() -> None:
         dense_size=96,
         renormalize=True,
         checkpoint_dtype="float32",
+        quantized=False,
         eos_token_ids=(2,),
         bos_token_id=1,
     )
+
+
+def quantized(**changes: Any) -> dict[str, Any]:
+    """A change of the config: block FP8 as the published checkpoints state it, but for these keys."""
+    stated = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    return {"quantization_config": stated | {"modules_to_not_convert": ["lm_head"]} | changes}
+
+
+def test_block_fp8_is_read() -> None:
+    assert read(**quantized()).quantized
+    stated = quantized()["quantization_config"]
+    del stated["fmt"]
+    assert read(quantization_config=stated).quantized
+    assert not read(quantization_config=None).quantized
 
 
 def test_derived_numbers() -> None:
@@ -186,7 +201,14 @@ def test_a_wrong_number_is_named(key: str, value: Any) -> None:
         ({"hidden_act": "gelu"}, "hidden_act is \"gelu\"; no other activation is implemented"),
         ({"use_sliding_window": True}, "use_sliding_window is true; sliding-window attention"),
         ({"layer_scale": 0.5}, "layer_scale is 0.5"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8.*take the bfloat16 one"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.activation_scheme is null; supported"),
+        ({"quantization_config": "fp8"}, "quantization_config.activation_scheme is null; supported is .dynamic"),
+        (quantized(quant_method="gptq"), 'quantization_config.quant_method is "gptq"; supported is "fp8": take a'),
+        (quantized(activation_scheme="static"), 'scheme is "static"; supported is "dynamic": .*the bfloat16 one'),
+        (quantized(weight_block_size=[64, 128]), "weight_block_size is .64, 128.; supported is .128, 128."),
+        (quantized(weight_block_size=None), "weight_block_size is null; supported is .128, 128."),
+        (quantized(fmt="e5m2"), 'quantization_config.fmt is "e5m2"; supported is "e4m3"'),
+        (quantized(scale_fmt="ue8m0"), 'quantization_config.scale_fmt is "ue8m0"; supported is null'),
         ({"num_attention_heads": 3}, "num_attention_heads is 3; it must be a multiple of num_key_value_heads 2"),
         ({"linear_num_value_heads": 3}, "linear_num_value_heads is 3; it must be a multiple of linear_num_key_heads 2"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must lie in .1, 8."),

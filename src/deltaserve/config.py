@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+Quantization = Literal["auto", "none", "fp8"]
+LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Switch = Literal["on", "off"]
@@ -28,6 +30,13 @@ class EngineConfig:
     model: str | None = option(None, "checkpoint folder or hub id; without it the built-in model")
     served_model_name: str | None = option(None, "the model's name in the API; by default the folder's name or hub id")
     revision: str | None = option(None, "branch, tag or commit of a hub id")
+    preset: str | None = option(
+        None, "numbers of a published model with random weights, for measuring; a wrong name lists those there are"
+    )
+    load_format: LoadFormat = option("auto", "dummy draws random weights and needs no more than config.json")
+    quantization: Quantization = option(
+        "auto", "auto is the checkpoint's; fp8 quantises projections and experts while loading, none undoes it"
+    )
     device: Device = option("auto", "auto takes the GPU where there is one")
     dtype: DType = option("auto", "weights and activations; auto is the checkpoint's on a GPU and float32 on a CPU")
     state_dtype: StateDType = option("float32", "recurrent matrices of the gated delta nets; bfloat16 drifts")
@@ -73,6 +82,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.preset is not None and (self.model is not None or self.revision is not None):
+            raise ValueError(f"preset is {self.preset!r}, and a model or a revision is given too; give one of them")
         if self.max_waiting < 0:
             raise ValueError(f"max_waiting is {self.max_waiting}; it must be at least 0")
         if self.cache_memory_gib is not None and not self.cache_memory_gib > 0:

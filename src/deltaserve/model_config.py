@@ -29,10 +29,12 @@ MUST_BE: dict[str, tuple[Any, str]] = {
     "attn_output_gate": (True, "attention without the output gate is not implemented"),
     "use_sliding_window": (False, "sliding-window attention is not implemented"),
     "layer_scale": (None, "scaled layer outputs are not implemented"),
-    "quantization_config": (None, "quantised checkpoints are not supported yet; take the bfloat16 one"),
-    "compression_config": (None, "compressed checkpoints are not supported yet; take the bfloat16 one"),
+    "compression_config": (None, "compressed checkpoints are not supported; take the bfloat16 or the FP8 one"),
 }
 """Keys of which one value (or their absence) is supported, and why no other."""
+
+BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""The one quantization_config that is supported."""
 
 WITHOUT_EFFECT = """
 _attn_implementation _name_or_path architectures attention_dropout chunk_size_feed_forward id2label initializer_range
@@ -85,6 +87,7 @@ class ModelConfig:
     """The chosen experts' weights are divided by their sum."""
 
     checkpoint_dtype: CheckpointDType
+    quantized: bool  # in block FP8, says config.json; which weights are, the files themselves say
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
@@ -108,11 +111,11 @@ class ModelConfig:
             layer_kinds=_read_layer_kinds(reader, num_layers),
             eps=reader.real("rms_norm_eps", low=0.0, high=1.0),
             tied=reader.flag("tie_word_embeddings", default=False),
-            **_read_attention(reader),
             **_read_rope(reader),
-            **_read_gdn(reader),
+            **_read_mixers(reader),
             **_read_mlp(reader, num_layers),
             checkpoint_dtype=_read_dtype(reader),
+            quantized=_read_quantization(reader),
             eos_token_ids=_read_ids(reader, "eos_token_id", vocab_size),
             bos_token_id=next(iter(_read_ids(reader, "bos_token_id", vocab_size)), None),
         )
@@ -250,16 +253,14 @@ def _read_layer_kinds(reader: _Reader, num_layers: int) -> tuple[LayerKind, ...]
     return kinds
 
 
-def _read_attention(reader: _Reader) -> dict[str, Any]:
+def _read_mixers(reader: _Reader) -> dict[str, Any]:
     num_heads, num_kv_heads = reader.size("num_attention_heads"), reader.size("num_key_value_heads")
     _check_multiple("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
-    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-
-
-def _read_gdn(reader: _Reader) -> dict[str, Any]:
     k_heads, v_heads = reader.size("linear_num_key_heads"), reader.size("linear_num_value_heads")
     _check_multiple("linear_num_value_heads", v_heads, "linear_num_key_heads", k_heads)
     return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
         "conv_width": reader.size("linear_conv_kernel_dim", low=2, high=64),
         "gdn_k_heads": k_heads,
         "gdn_v_heads": v_heads,
@@ -356,12 +357,22 @@ def _read_dtype(reader: _Reader) -> CheckpointDType:
     """The dtype the checkpoint names; without one float32, as transformers has it."""
     older, newer = reader.take("torch_dtype"), reader.take("dtype")
     name = newer if newer is not None else older
-    for dtype in DTYPES:
-        if name == dtype:
-            return dtype
-    if name is None:
-        return "float32"
-    raise ValueError(f"config.json: dtype is {_short(name)}; supported: {', '.join(DTYPES)}")
+    if name is not None and name not in DTYPES:
+        raise ValueError(f"config.json: dtype is {_short(name)}; supported: {', '.join(DTYPES)}")
+    dtype: CheckpointDType = name or "float32"
+    return dtype
+
+
+def _read_quantization(reader: _Reader) -> bool:
+    found = reader.take("quantization_config")
+    if found is None:
+        return False
+    stated = {"fmt": "e4m3", **found} if isinstance(found, dict) else {}
+    for key in sorted({*BLOCK_FP8, *stated} - {"modules_to_not_convert", "ignored_layers"}):
+        if (value := stated.get(key)) != (only := BLOCK_FP8.get(key)):
+            way_out = f"supported is {_short(only)}: take a checkpoint in block FP8, or the bfloat16 one"
+            raise ValueError(f"config.json: quantization_config.{key} is {_short(value)}; {way_out}")
+    return True
 
 
 def _read_ids(reader: _Reader, key: str, vocab_size: int) -> tuple[int, ...]:
@@ -376,9 +387,7 @@ def _read_ids(reader: _Reader, key: str, vocab_size: int) -> tuple[int, ...]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list) else [value]
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
 def _check_multiple(name: str, value: int, of: str, divisor: int) -> None:

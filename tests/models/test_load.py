@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from deltaserve.model_config import ModelConfig, load_config_json
-from deltaserve.models import load
+from deltaserve.models import fill
 from deltaserve.models.load import load_model
+from deltaserve.models.matching import match
 from deltaserve.models.names import Piece, model_choices
 from deltaserve.models.qwen3_next import Qwen3Next
 from tests.models.factory import (
@@ -128,8 +129,9 @@ def test_every_naming_gives_the_same_weights(tmp_path: Path, options: dict[str, 
 def test_threads_and_batches_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint(tmp_path, shards=4)
     at_once = load_folder(folder)
-    monkeypatch.setattr(load, "BATCH_BYTES", 1)
-    assert_same_weights(at_once, load_folder(folder))
+    for size in (1, 5000):
+        monkeypatch.setattr(fill, "BATCH_BYTES", size)
+        assert_same_weights(at_once, load_folder(folder))
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
@@ -265,18 +267,19 @@ def test_a_wrong_shape_is_named(tmp_path: Path, name: str, shape: tuple[int, ...
     refuse(tmp_path, tensors, f"^{re.escape(message)}$")
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, torch.float64])
 def test_a_wrong_dtype_is_named(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = random_tensors(tiny_config())
     name = "model.layers.1.linear_attn.out_proj.weight"
     tensors[name] = tensors[name].to(dtype)
-    refuse(tmp_path, tensors, f"tensor {name} is (I8|F8_E4M3|F64), expected one of F32, BF16, F16; .*bfloat16 one")
+    refuse(tmp_path, tensors, f"tensor {name} is (I8|F8_E5M2|F64), expected one of F32, BF16, F16, F8_E4M3; take the")
 
 
-def test_a_quantised_checkpoint_is_told_as_such(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["qweight", "weight_scale", "weight_packed"])
+def test_other_quantised_checkpoints_are_told_as_such(tmp_path: Path, ending: str) -> None:
     tensors = random_tensors(tiny_config())
-    tensors["model.layers.1.linear_attn.out_proj.weight_scale_inv"] = torch.ones(1, 1)
-    refuse(tmp_path, tensors, "quantised checkpoints are not supported yet: take the bfloat16 one")
+    tensors[f"model.layers.1.linear_attn.out_proj.{ending}"] = torch.ones(1, 1)
+    refuse(tmp_path, tensors, r"of quantised checkpoints only block FP8 \(tensors \*_scale_inv\) is supported")
 
 
 def test_one_weight_under_two_names_is_refused(tmp_path: Path) -> None:
@@ -285,13 +288,26 @@ def test_one_weight_under_two_names_is_refused(tmp_path: Path) -> None:
     refuse(tmp_path, tensors, "tensors model.* and model.* are the same weight; remove one of the two")
 
 
-def test_what_only_the_data_shows_is_told_with_its_file(tmp_path: Path) -> None:
-    """The header promises float16 in the bytes of float32: the safetensors library finds it in a thread."""
+def test_a_header_that_contradicts_itself_is_told_with_its_file(tmp_path: Path) -> None:
+    """The header promises float16 in the bytes of float32."""
     folder = write_checkpoint(tmp_path)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F16"'))
-    with pytest.raises(ValueError, match=f"{file} cannot be read .*download it again"):
+    with pytest.raises(ValueError, match=f"{file} cannot be read: tensor .* in F16 has .* bytes; download it again"):
         load_folder(folder)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    config = ModelConfig.from_hf(load_config_json(folder))
+    jobs = match(folder, config).jobs
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{file} ends before byte .*download it again"):
+        fill.fill(Qwen3Next(config, torch.float32, CPU), jobs, False)
+    file.unlink()
+    with pytest.raises(ValueError, match=f"{file} cannot be read .*download it again"):
+        fill.fill(Qwen3Next(config, torch.float32, CPU), jobs, False)
 
 
 # ---- progress ------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_inspect_tells_the_plan_and_reads_no_weight(tmp_path: Path, monkeypatch:
     def no_reading(*args: object, **kwargs: object) -> None:
         raise AssertionError("reads a weight")
 
-    monkeypatch.setattr("deltaserve.models.load.safe_open", no_reading)
+    monkeypatch.setattr("deltaserve.models.fill.read", no_reading)
     folder = write_checkpoint(tmp_path, tiny_config())
     text = inspect(config_for(folder, max_num_seqs=3, num_blocks=48))
     print(text)

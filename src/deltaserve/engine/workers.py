@@ -6,7 +6,7 @@ import torch
 
 from deltaserve.config import EngineConfig
 from deltaserve.core.plan import Pending, Plan, Result
-from deltaserve.models.load import load_model
+from deltaserve.models.load import load_model, random_model
 from deltaserve.runner.blueprint import Blueprint
 from deltaserve.runner.device import choose_threads
 from deltaserve.runner.runner import Runner
@@ -22,7 +22,11 @@ class Workers:
         self._threads_before = torch.get_num_threads()
         if it.device.type == "cpu":
             torch.set_num_threads(choose_threads(config.num_threads, it.memory.sizes.weights))
-        model = load_model(it.path, it.model, it.dtype, it.device, progress=True, with_mtp=it.num_guesses > 0)
+        with_mtp = it.num_guesses > 0
+        if it.is_random:
+            model = random_model(it.model, it.dtype, it.device, with_mtp, it.quantized)
+        else:
+            model = load_model(it.path, it.model, it.dtype, it.device, True, with_mtp, config.quantization)
         self.runner: Runner | None
         self.blueprint, self.runner = make_runner(config, it, model, fill)
 

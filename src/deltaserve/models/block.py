@@ -28,12 +28,14 @@ class Block(nn.Module):
         mlp_kind: str,
         dtype: torch.dtype,
         device: torch.device,
+        quantized: bool = False,
     ) -> None:
+        """`quantized`: the MLP in FP8; the mixer comes as it is."""
         super().__init__()
         self.input_norm = GemmaNorm(config.hidden_size, config.eps, dtype, device)
         self.mixer = mixer
         self.post_norm = GemmaNorm(config.hidden_size, config.eps, dtype, device)
-        self.mlp = make_mlp(config, mlp_kind, dtype, device)
+        self.mlp = make_mlp(config, mlp_kind, dtype, device, quantized)
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """`x` is what the layer below adds to `residual`; returns the same pair for the layer above."""
@@ -44,7 +46,13 @@ class Block(nn.Module):
 
 
 def make_mixer(
-    config: ModelConfig, kind: str, ordinal: int, rotary: Rotary, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    kind: str,
+    ordinal: int,
+    rotary: Rotary,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantized: bool = False,
 ) -> GatedDeltaNet | Attention:
     """A token mixer of one of the config's kinds; `ordinal` counts the layers of its own kind below it."""
     if kind == "full":
@@ -58,6 +66,7 @@ def make_mixer(
             eps=config.eps,
             dtype=dtype,
             device=device,
+            quantized=quantized,
         )
     return GatedDeltaNet(
         ordinal=ordinal,
@@ -70,13 +79,16 @@ def make_mixer(
         eps=config.eps,
         dtype=dtype,
         device=device,
+        quantized=quantized,
     )
 
 
-def make_mlp(config: ModelConfig, kind: str, dtype: torch.dtype, device: torch.device) -> SparseMoe | SwiGLU:
+def make_mlp(
+    config: ModelConfig, kind: str, dtype: torch.dtype, device: torch.device, quantized: bool = False
+) -> SparseMoe | SwiGLU:
     """A channel mixer of one of the config's kinds."""
     if kind == "dense":
-        return SwiGLU(config.hidden_size, config.dense_size, dtype, device)
+        return SwiGLU(config.hidden_size, config.dense_size, dtype, device, quantized)
     return SparseMoe(
         hidden_size=config.hidden_size,
         num_experts=config.num_experts,
@@ -86,4 +98,5 @@ def make_mlp(config: ModelConfig, kind: str, dtype: torch.dtype, device: torch.d
         renormalize=config.renormalize,
         dtype=dtype,
         device=device,
+        quantized=quantized,
     )

@@ -25,7 +25,7 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """First byte, counted from the end of the header."""
+    """First byte in the file."""
     nbytes: int
 
 
@@ -99,21 +99,24 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorInfo]]:
         raise ValueError(f"{file} cannot be read ({error}); check its permissions, or download it again") from error
     if size < 8 or len(header) < length:
         raise ValueError(f"{file} is truncated or no safetensors file: {size} bytes; download it again")
+    first = 8 + length
     try:
         entries: dict[str, Any] = json.loads(header)
         entries.pop("__metadata__", None)
-        tensors = [(name, _tensor_info(file, entry)) for name, entry in entries.items()]
+        tensors = [(name, _tensor_info(file, first, entry)) for name, entry in entries.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} has a broken header ({error!r}); download it again") from error
-    end = 8 + length + max((info.start + info.nbytes for _, info in tensors), default=0)
+    end = max((info.start + info.nbytes for _, info in tensors), default=first)
     if size != end:
         state = "truncated" if size < end else "too long"
         raise ValueError(f"{file} is {state}: {size} bytes, its header promises {end}; download it again")
     yield from tensors
 
 
-def _tensor_info(file: Path, entry: dict[str, Any]) -> TensorInfo:
+def _tensor_info(file: Path, first: int, entry: dict[str, Any]) -> TensorInfo:
     start, end = (int(offset) for offset in entry["data_offsets"])
     if not 0 <= start <= end:
         raise ValueError(f"data_offsets {start} to {end}")
-    return TensorInfo(file, str(entry["dtype"]), tuple(int(size) for size in entry["shape"]), start, end - start)
+    return TensorInfo(
+        file, str(entry["dtype"]), tuple(int(size) for size in entry["shape"]), first + start, end - start
+    )

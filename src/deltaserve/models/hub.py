@@ -12,12 +12,14 @@ from deltaserve.model_config import ModelConfig, load_config_json
 
 BUILTIN = Path(__file__).resolve().parents[1] / "builtin"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
-"""Config, index, tokenizer and template; weights."""
+SMALL_FILES = ("*.json", "*.jinja", "*.txt")
+"""Config, index, tokenizer and template."""
+FILES = (*SMALL_FILES, "*.safetensors")
 
 
-def resolve(model: str | None, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: `model` is None (the built-in one), a folder, or a hub id `owner/name`.
+def resolve(model: str | None, revision: str | None = None, with_weights: bool = True) -> Path:
+    """The folder of a checkpoint: `model` is None (the built-in one), a folder, or a hub id `owner/name`, of which only
+    the small files are fetched where the weights are not wanted.
 
     Raises ValueError for what is none of these, for a hub id that is unknown, private or unreachable, and for a hub
     id whose config.json is not supported.
@@ -38,7 +40,7 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
             "checkpoint, a hub id, or nothing for the built-in model"
         )
     ModelConfig.from_hf(load_config_json(_download(model, revision, ("config.json",))))
-    return _download(model, revision, FILES)
+    return _download(model, revision, FILES if with_weights else SMALL_FILES)
 
 
 def _download(model: str, revision: str | None, files: tuple[str, ...]) -> Path:

@@ -9,6 +9,8 @@ Shape letters: T tokens of the step, D hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor, nn
 
@@ -23,14 +25,25 @@ from deltaserve.models.block import Block, make_mixer
 class Mtp(nn.Module):
     """Its keys and values are one more layer of the model's blocks, behind those of the attention layers."""
 
-    def __init__(self, config: ModelConfig, rotary: Rotary, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotary: Rotary,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantized: Container[str] = (),
+    ) -> None:
+        """`quantized` may name `mtp.layer.mixer` and `mtp.layer.mlp`: held in FP8."""
         super().__init__()
         width = config.hidden_size
         self.pre_fc_norm_embedding = GemmaNorm(width, config.eps, dtype, device)
         self.pre_fc_norm_hidden = GemmaNorm(width, config.eps, dtype, device)
         self.fc = Linear(2 * width, width, dtype, device)
-        mixer = make_mixer(config, "full", config.num_full_layers, rotary, dtype, device)
-        self.layer = Block(config, mixer, "moe" if config.num_experts else "dense", dtype, device)
+        mixer = make_mixer(
+            config, "full", config.num_full_layers, rotary, dtype, device, "mtp.layer.mixer" in quantized
+        )
+        mlp_kind = "moe" if config.num_experts else "dense"
+        self.layer = Block(config, mixer, mlp_kind, dtype, device, "mtp.layer.mlp" in quantized)
         self.norm = GemmaNorm(width, config.eps, dtype, device)
 
     def forward(self, embedding_TD: Tensor, hidden_TD: Tensor, context: ForwardContext) -> Tensor:

@@ -4,17 +4,26 @@ Knows no file. Where the field has two namings for the same weights (one tensor 
 interleaved projections, or the siblings' separate ones) the table has both *forms*; a checkpoint uses one of them.
 The rows of fused projections are put in this order once, at load: q|k|v|z|b|a in a gated delta net, q|gate|k|v in
 attention, all heads of one part together.
+
+Projections and experts may be quantised: e4m3 with one scale per 128 x 128 block, held in a tensor that is named as the
+weight with `_scale_inv` behind. Scales take the way of their weight. What is quantised is decided for a whole *unit*, a
+layer's mixer or MLP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from deltaserve.model_config import ModelConfig
+from deltaserve.ops.linear.api import scale_shape
+from deltaserve.ops.linear.reference import BLOCK as SCALE_BLOCK
+
+SCALE = "_scale_inv"
+"""Ends the name of the tensor that holds a weight's scales."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,10 @@ class Piece:
     order: Tensor | None = None
     """int64: the file's row for each row of the destination; None keeps the file's order."""
     plus_one: bool = False
+    unit: str = ""
+    """The mixer or MLP whose weights are quantised together with this one; none for what never is."""
+    part: int = 0
+    """Rows of one of several weights that the tensor holds one after the other; 0 for a single one."""
 
 
 Form = dict[str, Piece]
@@ -37,13 +50,47 @@ Choice = tuple[Form, ...]
 """Forms of the same weights; the first is the published one."""
 
 
-def model_choices(config: ModelConfig) -> Iterator[Choice]:
-    """All that a checkpoint of this config must hold: of each choice exactly one form."""
+def is_scale(parameter: str) -> bool:
+    """Whether the model's weight of this name is the scales of another."""
+    return parameter.endswith((SCALE, "_scale"))
+
+
+def scales_of(piece: Piece) -> Piece | None:
+    """Where the scales of a quantised weight go; None where parts of the weight would have to share one."""
+    if piece.part % SCALE_BLOCK:
+        return None
+    index: list[int | slice] = []
+    for at in piece.index:
+        if isinstance(at, slice):  # of rows
+            if at.start % SCALE_BLOCK:
+                return None
+            first = at.start // SCALE_BLOCK
+            at = slice(first, first + scale_shape((at.stop - at.start, 1))[0])
+        index.append(at)
+    order = None
+    if piece.order is not None:
+        if len(piece.order) % SCALE_BLOCK:
+            return None
+        blocks = piece.order.view(-1, SCALE_BLOCK)
+        order = blocks[:, 0] // SCALE_BLOCK
+        if not torch.equal(blocks, SCALE_BLOCK * order[:, None] + torch.arange(SCALE_BLOCK)):
+            return None
+    plain = piece.parameter.removesuffix(".weight")
+    parameter = f"{plain}.weight{SCALE}" if plain != piece.parameter else f"{plain}_scale"
+    return Piece(scale_shape(piece.shape), parameter, tuple(index), order)
+
+
+def model_choices(config: ModelConfig, quantized: Container[str] = ()) -> Iterator[Choice]:
+    """All that a checkpoint of this config must hold, beside scales: of each choice exactly one form.
+
+    `quantized` are the units that are held quantised here.
+    """
     vocab = (config.vocab_size, config.hidden_size)
     yield ({"model.embed_tokens.weight": Piece(vocab, "embed_tokens.weight")},)
     for layer in range(config.num_layers):
         mlp_kind = config.mlp_kinds[layer]
-        yield from _block(f"model.layers.{layer}.", f"layers.{layer}.", config, config.layer_kinds[layer], mlp_kind)
+        kinds = config.layer_kinds[layer], mlp_kind
+        yield from _block(f"model.layers.{layer}.", f"layers.{layer}.", config, kinds, quantized)
     yield ({"model.norm.weight": _norm(config.hidden_size, "norm")},)
     if not config.tied:
         yield ({"lm_head.weight": Piece(vocab, "lm_head.weight")},)
@@ -55,20 +102,27 @@ def mtp_choices(config: ModelConfig) -> Iterator[Choice]:
     yield ({"mtp.fc.weight": Piece((hidden, 2 * hidden), "mtp.fc.weight")},)
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         yield ({f"mtp.{name}.weight": _norm(hidden, f"mtp.{name}")},)
-    yield from _block("mtp.layers.0.", "mtp.layer.", config, "full", "moe" if config.num_experts else "dense")
+    yield from _block("mtp.layers.0.", "mtp.layer.", config, ("full", "moe" if config.num_experts else "dense"), ())
 
 
-def _block(prefix: str, to: str, config: ModelConfig, kind: str, mlp_kind: str) -> Iterator[Choice]:
+def _block(
+    prefix: str, to: str, config: ModelConfig, kinds: tuple[str, str], quantized: Container[str]
+) -> Iterator[Choice]:
+    kind, mlp_kind = kinds
     yield ({f"{prefix}input_layernorm.weight": _norm(config.hidden_size, f"{to}input_norm")},)
     yield ({f"{prefix}post_attention_layernorm.weight": _norm(config.hidden_size, f"{to}post_norm")},)
     if kind == "full":
         yield (_attention(f"{prefix}self_attn.", f"{to}mixer.", config),)
     else:
-        yield from _gated_delta_net(f"{prefix}linear_attn.", f"{to}mixer.", config)
+        yield from _gated_delta_net(f"{prefix}linear_attn.", f"{to}mixer.", config, f"{to}mixer" in quantized)
     if mlp_kind == "moe":
         yield from _moe(f"{prefix}mlp.", f"{to}mlp.", config)
     else:
-        yield (_swiglu(f"{prefix}mlp.", f"{to}mlp.", config.hidden_size, config.dense_size),)
+        yield (_of_unit(f"{to}mlp", _swiglu(f"{prefix}mlp.", f"{to}mlp.", config.hidden_size, config.dense_size)),)
+
+
+def _of_unit(unit: str, form: Form) -> Form:
+    return {name: replace(piece, unit=unit) for name, piece in form.items()}
 
 
 def _norm(width: int, to: str) -> Piece:
@@ -82,36 +136,44 @@ def _attention(prefix: str, to: str, config: ModelConfig) -> Form:
     by_part = torch.arange(2 * q_width).view(config.num_heads, 2, width).transpose(0, 1).flatten()
     fused = f"{to}qgkv_proj.weight"
     k_start, v_start = 2 * q_width, 2 * q_width + kv_width
-    return {
+    projections = {
         f"{prefix}q_proj.weight": Piece((2 * q_width, hidden), fused, _rows(0, 2 * q_width), by_part),
         f"{prefix}k_proj.weight": Piece((kv_width, hidden), fused, _rows(k_start, kv_width)),
         f"{prefix}v_proj.weight": Piece((kv_width, hidden), fused, _rows(v_start, kv_width)),
         f"{prefix}o_proj.weight": Piece((hidden, q_width), f"{to}o_proj.weight"),
+    }
+    return _of_unit(to[:-1], projections) | {
         f"{prefix}q_norm.weight": _norm(width, f"{to}q_norm"),
         f"{prefix}k_norm.weight": _norm(width, f"{to}k_norm"),
     }
 
 
-def _gated_delta_net(prefix: str, to: str, config: ModelConfig) -> Iterator[Choice]:
-    """in_proj_qkvz's and in_proj_ba's rows are q|k|v|z and b|a, key head by key head; they are put part by part."""
+def _gated_delta_net(prefix: str, to: str, config: ModelConfig, is_quantized: bool) -> Iterator[Choice]:
+    """in_proj_qkvz's and in_proj_ba's rows are q|k|v|z and b|a, key head by key head; they are put part by part.
+
+    In a quantised layer b and a are a weight of their own, which is not.
+    """
     hidden, k_heads, v_heads = config.hidden_size, config.gdn_k_heads, config.gdn_v_heads
     ratio = v_heads // k_heads
     values, conv_dim = v_heads * config.gdn_v_dim, config.conv_dim
-    fused = f"{to}in_proj.weight"
-    qkvz, b_start = conv_dim + values, conv_dim + values
+    unit, fused = to[:-1], f"{to}in_proj.weight"
+    qkvz = conv_dim + values
+    ba, b_start = (f"{to}ba_proj.weight", 0) if is_quantized else (fused, qkvz)
     group = [config.gdn_k_dim, config.gdn_k_dim, ratio * config.gdn_v_dim, ratio * config.gdn_v_dim]
     yield (
         {
-            f"{prefix}in_proj_qkvz.weight": Piece((qkvz, hidden), fused, _rows(0, qkvz), _group_order(k_heads, group)),
+            f"{prefix}in_proj_qkvz.weight": Piece(
+                (qkvz, hidden), fused, _rows(0, qkvz), _group_order(k_heads, group), unit=unit
+            ),
             f"{prefix}in_proj_ba.weight": Piece(
-                (2 * v_heads, hidden), fused, _rows(b_start, 2 * v_heads), _group_order(k_heads, [ratio, ratio])
+                (2 * v_heads, hidden), ba, _rows(b_start, 2 * v_heads), _group_order(k_heads, [ratio, ratio])
             ),
         },
         {
-            f"{prefix}in_proj_qkv.weight": Piece((conv_dim, hidden), fused, _rows(0, conv_dim)),
-            f"{prefix}in_proj_z.weight": Piece((values, hidden), fused, _rows(conv_dim, values)),
-            f"{prefix}in_proj_b.weight": Piece((v_heads, hidden), fused, _rows(b_start, v_heads)),
-            f"{prefix}in_proj_a.weight": Piece((v_heads, hidden), fused, _rows(b_start + v_heads, v_heads)),
+            f"{prefix}in_proj_qkv.weight": Piece((conv_dim, hidden), fused, _rows(0, conv_dim), unit=unit),
+            f"{prefix}in_proj_z.weight": Piece((values, hidden), fused, _rows(conv_dim, values), unit=unit),
+            f"{prefix}in_proj_b.weight": Piece((v_heads, hidden), ba, _rows(b_start, v_heads)),
+            f"{prefix}in_proj_a.weight": Piece((v_heads, hidden), ba, _rows(b_start + v_heads, v_heads)),
         },
     )
     yield (
@@ -120,7 +182,7 @@ def _gated_delta_net(prefix: str, to: str, config: ModelConfig) -> Iterator[Choi
             f"{prefix}A_log": Piece((v_heads,), f"{to}A_log"),
             f"{prefix}dt_bias": Piece((v_heads,), f"{to}dt_bias"),
             f"{prefix}norm.weight": Piece((config.gdn_v_dim,), f"{to}norm_weight"),
-            f"{prefix}out_proj.weight": Piece((hidden, values), f"{to}out_proj.weight"),
+            f"{prefix}out_proj.weight": Piece((hidden, values), f"{to}out_proj.weight", unit=unit),
         },
     )
 
@@ -133,17 +195,18 @@ def _moe(prefix: str, to: str, config: ModelConfig) -> Iterator[Choice]:
             f"{prefix}shared_expert_gate.weight": Piece((1, hidden), f"{to}router.weight", _rows(num_experts, 1)),
         },
     )
-    yield (_swiglu(f"{prefix}shared_expert.", f"{to}shared_expert.", hidden, config.shared_size),)
+    unit = to[:-1]
+    yield (_of_unit(unit, _swiglu(f"{prefix}shared_expert.", f"{to}shared_expert.", hidden, config.shared_size)),)
     one_by_one: Form = {}
     for expert in range(num_experts):
         start = f"{prefix}experts.{expert}."
         gate, up = (expert, slice(0, inner)), (expert, slice(inner, 2 * inner))
-        one_by_one[f"{start}gate_proj.weight"] = Piece((inner, hidden), f"{to}w13", gate)
-        one_by_one[f"{start}up_proj.weight"] = Piece((inner, hidden), f"{to}w13", up)
-        one_by_one[f"{start}down_proj.weight"] = Piece((hidden, inner), f"{to}w2", (expert,))
+        one_by_one[f"{start}gate_proj.weight"] = Piece((inner, hidden), f"{to}w13", gate, unit=unit)
+        one_by_one[f"{start}up_proj.weight"] = Piece((inner, hidden), f"{to}w13", up, unit=unit)
+        one_by_one[f"{start}down_proj.weight"] = Piece((hidden, inner), f"{to}w2", (expert,), unit=unit)
     stacked = {
-        f"{prefix}experts.gate_up_proj": Piece((num_experts, 2 * inner, hidden), f"{to}w13"),
-        f"{prefix}experts.down_proj": Piece((num_experts, hidden, inner), f"{to}w2"),
+        f"{prefix}experts.gate_up_proj": Piece((num_experts, 2 * inner, hidden), f"{to}w13", unit=unit, part=inner),
+        f"{prefix}experts.down_proj": Piece((num_experts, hidden, inner), f"{to}w2", unit=unit),
     }
     yield one_by_one, stacked
 

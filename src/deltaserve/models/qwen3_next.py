@@ -7,6 +7,8 @@ Shape letters: T tokens of the step, N those whose logits are wanted, D hidden w
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor, nn
 
@@ -17,13 +19,23 @@ from deltaserve.layers.rotary import Rotary
 from deltaserve.model_config import ModelConfig
 from deltaserve.models.block import Block, make_mixer
 from deltaserve.models.mtp import Mtp
+from deltaserve.models.names import is_scale
 
 
 class Qwen3Next(nn.Module):
     """The model with weights not yet filled; `models.load.load_model` makes a filled one."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, with_mtp: bool = False) -> None:
-        """`with_mtp`: with the layer that looks one token further, `mtp`."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        with_mtp: bool = False,
+        quantized: Container[str] = (),
+    ) -> None:
+        """`with_mtp`: with the layer that looks one token further, `mtp`. `quantized` names the mixers and MLPs, such
+        as `layers.3.mlp`, whose projections are held in FP8.
+        """
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
@@ -31,14 +43,19 @@ class Qwen3Next(nn.Module):
         self.layers = nn.ModuleList()
         for index, (kind, mlp_kind) in enumerate(zip(config.layer_kinds, config.mlp_kinds, strict=True)):
             ordinal = config.layer_kinds[:index].count(kind)
-            mixer = make_mixer(config, kind, ordinal, rotary, dtype, device)
-            self.layers.append(Block(config, mixer, mlp_kind, dtype, device))
+            name = f"layers.{index}"
+            mixer = make_mixer(config, kind, ordinal, rotary, dtype, device, f"{name}.mixer" in quantized)
+            self.layers.append(Block(config, mixer, mlp_kind, dtype, device, f"{name}.mlp" in quantized))
         self.norm = GemmaNorm(config.hidden_size, config.eps, dtype, device)
         self.lm_head = (
             self.embed_tokens if config.tied else Embedding(config.vocab_size, config.hidden_size, dtype, device)
         )
+        self.mtp = Mtp(config, rotary, dtype, device, quantized) if with_mtp else None
 
-        self.mtp = Mtp(config, rotary, dtype, device) if with_mtp else None
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that the model learned; scales of quantised weights are not counted."""
+        return sum(parameter.numel() for name, parameter in self.named_parameters() if not is_scale(name))
 
     def forward(self, token_ids_T: Tensor, context: ForwardContext) -> Tensor:
         """int64 [T], rows one after the other -> hidden states [T, D] after the final norm."""

@@ -12,7 +12,9 @@ import torch
 
 from deltaserve.config import EngineConfig
 from deltaserve.model_config import ModelConfig, load_config_json
-from deltaserve.models.load import empty_model, has_mtp, plan_loading, resolve
+from deltaserve.models.hub import BUILTIN
+from deltaserve.models.load import empty_model, has_mtp, quantized_units, resolve
+from deltaserve.models.presets import preset_config
 from deltaserve.ops.layout import BLOCK
 from deltaserve.runner.device import choose_device, choose_dtype, free_memory, state_dtype
 from deltaserve.runner.memory import SNAPSHOT_SHARE, MemoryPlan, footprint, solve, weight_bytes
@@ -25,7 +27,9 @@ class Blueprint:
     """How the engine will be built."""
 
     path: Path
-    """The checkpoint's folder."""
+    """The checkpoint's folder; of a preset the built-in model's, for its tokenizer."""
+    name: str
+    """Of the model, for people."""
     model: ModelConfig
     device: torch.device
     dtype: torch.dtype
@@ -35,24 +39,46 @@ class Blueprint:
     keeps_prefixes: bool
     num_guesses: int
     """Most tokens that the MTP layer guesses ahead; 0 leaves it out."""
+    quantized: frozenset[str]
+    """The mixers and MLPs whose weights are held in FP8."""
+    is_random: bool
+    """Weights are drawn at random, and no file is read for them."""
 
     @classmethod
     def draw(cls, config: EngineConfig) -> Blueprint:
         """Reads config.json and asks the machine. Raises ValueError for what the model or the machine cannot honour."""
-        path = resolve(config.model, config.revision)
-        model = ModelConfig.from_hf(load_config_json(path))
+        is_random = config.preset is not None or config.load_format == "dummy"
+        if config.preset is not None:
+            path, name, content = BUILTIN, f"preset {config.preset}", preset_config(config.preset)
+        else:
+            path = resolve(config.model, config.revision, with_weights=not is_random)
+            name, content = str(path), load_config_json(path)
+        model = ModelConfig.from_hf(content)
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, device, model.checkpoint_dtype)
         state = state_dtype(config.state_dtype)
-        num_guesses = _num_guesses(config.speculative_tokens, path, device)
-        outline = empty_model(model, dtype, num_guesses > 0)
+        num_guesses = _num_guesses(config.speculative_tokens, None if is_random else path, device)
+        quantized = quantized_units(None if is_random else path, model, num_guesses > 0, config.quantization)
+        outline = empty_model(model, dtype, num_guesses > 0, quantized)
         sizes = footprint(model, dtype, state, weight_bytes(outline), num_guesses > 0)
         keeps_prefixes = config.prefix_cache == "on"
         free = free_memory(device)
         share = SNAPSHOT_SHARE if keeps_prefixes else 0.0
         memory = solve(config, model.max_position, sizes, device.type, free, 1 + num_guesses, share)
-        num_parameters = sum(parameter.numel() for parameter in outline.parameters())
-        return cls(path, model, device, dtype, state, num_parameters, memory, keeps_prefixes, num_guesses)
+        return cls(
+            path=path,
+            name=name,
+            model=model,
+            device=device,
+            dtype=dtype,
+            state_dtype=state,
+            num_parameters=outline.num_parameters,
+            memory=memory,
+            keeps_prefixes=keeps_prefixes,
+            num_guesses=num_guesses,
+            quantized=quantized,
+            is_random=is_random,
+        )
 
     def measured(self, config: EngineConfig, free: int, reserve: int) -> Blueprint:
         """The same, its pools fitted anew: `free` bytes were there before the weights, and steps take `reserve`.
@@ -72,10 +98,13 @@ class Blueprint:
             f"{model.num_layers} layers ({model.num_gdn_layers} gated delta net, {model.num_full_layers} attention)"
         )
         mlps = f"{model.mlp_kinds.count('moe')} with {model.num_experts} experts, {model.top_k} used"
+        units = model.num_layers * 2 + 2 * (self.num_guesses > 0)
+        in_fp8 = f", {len(self.quantized)} of {units} mixers and MLPs in FP8," if self.quantized else ""
         return [
-            f"model {self.path}",
+            f"model {self.name}",
             f"  {self.num_parameters:,} parameters, {mixers}, {mlps}",
-            f"  {dtypes[0]} with {dtypes[1]} states on {self.device}, context of {model.max_position:,} tokens",
+            f"  {dtypes[0]}{in_fp8} with {dtypes[1]} states on {self.device}, context of {model.max_position:,} tokens",
+            *(["  weights drawn at random: for measuring, not for answers"] if self.is_random else []),
             *self.memory.lines(),
             self._prefix_line(),
             f"speculation on: up to {self.num_guesses} tokens ahead" if self.num_guesses else "speculation off",
@@ -91,11 +120,15 @@ class Blueprint:
         )
 
 
-def _num_guesses(wish: str, path: Path, device: torch.device) -> int:
-    """Raises ValueError when guesses are asked for and the checkpoint has no layer that makes them."""
+def _num_guesses(wish: str, path: Path | None, device: torch.device) -> int:
+    """Without a path, of a random model. Raises ValueError when guesses are asked for and the checkpoint has no layer
+    that makes them.
+    """
     # On a CPU wrong guesses cost a fifth of the speed and right ones gain a quarter (docs/LOG.md): not unasked.
     if wish == "0" or (wish == "auto" and device.type == "cpu"):
         return 0
+    if path is None:  # a layer can be drawn like the others; what it guesses is as random
+        return 0 if wish == "auto" else int(wish)
     if has_mtp(path):
         return AUTO_GUESSES if wish == "auto" else int(wish)
     if wish == "auto":
@@ -108,6 +141,4 @@ def inspect(config: EngineConfig) -> str:
 
     Raises ValueError as `Blueprint.draw`, and for a checkpoint whose files do not hold what its config.json says.
     """
-    blueprint = Blueprint.draw(config)
-    plan_loading(blueprint.path, blueprint.model, blueprint.num_guesses > 0)
-    return "\n".join(blueprint.lines())
+    return "\n".join(Blueprint.draw(config).lines())

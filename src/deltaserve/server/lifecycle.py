@@ -72,7 +72,7 @@ def model_name(launch: EngineLaunch) -> str:
     if chosen is not None:
         return chosen
     if model is None:
-        return "builtin"
+        return launch.config.preset or "builtin"
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
