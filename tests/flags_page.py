@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deltaserve.cli import flag_table
 from deltaserve.config import EngineConfig
+from deltaserve.flags import flag_table
 from deltaserve.server.config import ServerConfig
 from tests.markdown import ROOT
 

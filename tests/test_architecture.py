@@ -41,12 +41,13 @@ BELOW = {
 SHARED = {
     "core": {"cli", "server", "bench", "engine", "scheduler", "runner", "cache"},
     "parallel": {"engine", "runner", "models", "layers"},
-    "config": {"cli", "bench", "engine", "runner", "models"},
+    "config": {"cli", "bench", "flags", "engine", "runner", "models"},
+    "flags": {"cli", "bench"},
     "model_config": {"cli", "bench", "engine", "runner", "models"},
 }
 """Off the branches: who may use them."""
 
-TORCH_FREE = {"core", "cache", "scheduler", "config", "model_config", "server", "cli", "__init__", "__main__"}
+TORCH_FREE = {"core", "cache", "scheduler", "config", "model_config", "flags", "server", "cli", "__init__", "__main__"}
 LAZY = {"cli", "__init__", "__main__"}
 """May import what is heavy inside a function, not at the top of the file."""
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import deltaserve
-from deltaserve import cli
+from deltaserve import cli, flags
 from deltaserve.config import EngineConfig
 from deltaserve.core.request import Output, SamplingParams
 from deltaserve.engine.client import EngineLaunch
@@ -114,7 +114,7 @@ def test_two_models_are_one_too_many() -> None:
 
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
 def test_the_table_has_a_line_for_each_field(config: type[Any]) -> None:
-    lines = cli.flag_table(config).splitlines()[2:]
+    lines = flags.flag_table(config).splitlines()[2:]
     assert len(lines) == len(dataclasses.fields(config))
     for line, field in zip(lines, dataclasses.fields(config), strict=True):
         assert line.startswith(f"| `--{field.name.replace('_', '-')}` |")
@@ -192,13 +192,13 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], failure: BaseException, 
     def fail() -> None:
         raise failure
 
-    assert cli.told(fail) == code
+    assert flags.told(fail) == code
     assert capsys.readouterr().err.strip() == words
 
 
 def test_an_error_of_ours_keeps_its_trace() -> None:
     with pytest.raises(ZeroDivisionError):
-        cli.told(lambda: 1 // 0)
+        flags.told(lambda: 1 // 0)
 
 
 # ---- commands without a server -------------------------------------------------------------------------------------

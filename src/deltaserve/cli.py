@@ -1,7 +1,6 @@
-"""The command line. Flags are made from the fields of the configs, so that none is typed twice.
+"""The command line. Flags are made from the fields of the configs (flags.py), so that none is typed twice.
 
-Knows how commands are put together and how errors are told: one line, exit code 2 for a choice that cannot be
-honoured, 1 for a failure. Everything heavy is imported by the command that needs it.
+Everything heavy is imported by the command that needs it.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ import inspect
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
+from collections.abc import Generator, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 import typer
 
 import deltaserve
+from deltaserve.bench.commands import bench
 from deltaserve.config import EngineConfig
 from deltaserve.core.request import SamplingParams
+from deltaserve.flags import argument, command, config_of, engine_config, engine_flags, flag, flags_of
 from deltaserve.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -55,121 +55,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 
 
-# ---- flags ---------------------------------------------------------------------------------------------------------
-
-
-def flags_of(config: type) -> list[inspect.Parameter]:
-    """A parameter for each field of a config, under the field's name."""
-    types = get_type_hints(config)
-    return [
-        _flag(field.name, types[field.name], field.default, field.metadata["help"], field.metadata["unit"])
-        for field in dataclasses.fields(config)
-    ]
-
-
-def flag_table(config: type) -> str:
-    """The flags of a config as a table of Markdown."""
-    lines = ["| flag | values | default | meaning |", "|---|---|---|---|"]
-    types = get_type_hints(config)
-    for field in dataclasses.fields(config):
-        values = field.metadata["unit"] or _values(types[field.name])
-        default = "" if field.default in (None, ()) else f"`{field.default}`"
-        lines.append(f"| `{_flag_name(field.name)}` | {values} | {default} | {field.metadata['help']} |")
-    return "\n".join(lines)
+_PROMPT = argument("prompt", str, "text; - reads the input")
 
 
 def _sampling_flags() -> list[inspect.Parameter]:
     types = get_type_hints(SamplingParams)
-    return [_flag(name, types[name], () if name == "stop" else None, text) for name, text in SAMPLING.items()]
-
-
-def _flag(name: str, kind: Any, default: Any, text: str, unit: str = "") -> inspect.Parameter:
-    if get_origin(kind) is tuple:
-        kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
-    elif default is None:
-        kind = kind | None
-    if get_origin(kind) is Literal:
-        unit, text = "name", f"{text} ({_values(kind)})"
-    metavar = None if kind is bool else (unit or _values(kind)).upper()
-    option = typer.Option(_flag_name(name), help=text, metavar=metavar)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
-
-
-def _flag_name(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _values(kind: Any) -> str:
-    """What a flag takes, in a word."""
-    inner = [part for part in get_args(kind) if part not in (type(None), Ellipsis)]
-    if get_origin(kind) is Literal:
-        return ", ".join(map(str, inner))
-    return _values(inner[0]) if inner else {str: "text", int: "integer", float: "number", bool: ""}[kind]
-
-
-_MODEL = inspect.Parameter(
-    "model",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[str | None, typer.Argument(help="checkpoint folder or hub id; without it the built-in model")],
-)
-_PROMPT = inspect.Parameter(
-    "prompt", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, typer.Argument(help="text; - reads the input")]
-)
-_WHAT = inspect.Parameter(
-    "what",
-    inspect.Parameter.KEYWORD_ONLY,
-    annotation=Annotated[Literal["decode", "prefill", "steps"], typer.Argument(help="steps: both")],
-)
-
-
-def command(*parameters: inspect.Parameter) -> Callable[[Callable[[dict[str, Any]], int | None]], None]:
-    """Makes a command of a function over the flags' values; its first line is the help."""
-
-    def register(run: Callable[[dict[str, Any]], int | None]) -> None:
-        def entry(**values: Any) -> None:
-            raise typer.Exit(told(lambda: run(values)))
-
-        entry.__signature__ = inspect.Signature(list(parameters))  # type: ignore[attr-defined]
-        entry.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        app.command(run.__name__.strip("_"), help=run.__doc__)(entry)
-
-    return register
-
-
-def told(run: Callable[[], int | None]) -> int:
-    """Runs a command; its exit code. An error that a user can understand becomes one line."""
-    try:
-        return run() or 0
-    except ValueError as refusal:
-        typer.echo(f"error: {refusal}", err=True)
-        return 2
-    except (RuntimeError, OSError, MemoryError) as failure:
-        typer.echo(f"error: {str(failure) or type(failure).__name__}", err=True)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-
-
-def _config(values: dict[str, Any], kind: type[Any]) -> Any:
-    """The config that the flags describe."""
-    given = {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
-
-
-def _engine_config(values: dict[str, Any]) -> EngineConfig:
-    model, option = values.pop("model"), values.pop("model_option", None)
-    if model is not None and option is not None and model != option:
-        raise ValueError(f"model is given twice, as {model!r} and as {option!r}; give one")
-    config: EngineConfig = _config({**values, "model": option if model is None else model}, EngineConfig)
-    return config
-
-
-def _engine_flags() -> list[inspect.Parameter]:
-    """The model can be given in its place or by its flag."""
-    return [_MODEL, *(p.replace(name="model_option") if p.name == "model" else p for p in flags_of(EngineConfig))]
+    return [flag(name, types[name], () if name == "stop" else None, text) for name, text in SAMPLING.items()]
 
 
 def _params(llm: LLM, values: dict[str, Any]) -> SamplingParams:
@@ -185,7 +79,7 @@ def _params(llm: LLM, values: dict[str, Any]) -> SamplingParams:
 # ---- commands ------------------------------------------------------------------------------------------------------
 
 
-@command(*_engine_flags(), *flags_of(ServerConfig))
+@command(app, *engine_flags(), *flags_of(ServerConfig))
 def serve(values: dict[str, Any]) -> int:
     """Serve a model behind an OpenAI-compatible API."""
     import logging
@@ -193,7 +87,7 @@ def serve(values: dict[str, Any]) -> int:
     from deltaserve.engine.client import EngineLaunch
     from deltaserve.server import lifecycle
 
-    server: ServerConfig = _config(values, ServerConfig)
+    server: ServerConfig = config_of(values, ServerConfig)
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     key = "-H 'Authorization: Bearer KEY' " if server.api_key else ""
 
@@ -202,10 +96,10 @@ def serve(values: dict[str, Any]) -> int:
         example = EXAMPLE.format(version=deltaserve.__version__, model=model, address=address, key=key, **about)
         print(example, flush=True)
 
-    return lifecycle.run(EngineLaunch(_engine_config(values), log_level=server.log_level), server, announce)
+    return lifecycle.run(EngineLaunch(engine_config(values), log_level=server.log_level), server, announce)
 
 
-@command(_PROMPT, *flags_of(EngineConfig), *_sampling_flags())
+@command(app, _PROMPT, *flags_of(EngineConfig), *_sampling_flags())
 def generate(values: dict[str, Any]) -> None:
     """Continue a text, printed as it comes."""
     prompt = values.pop("prompt")
@@ -214,63 +108,31 @@ def generate(values: dict[str, Any]) -> None:
         _print_answer(llm, text, _params(llm, values))
 
 
-@command(*_engine_flags(), *_sampling_flags())
+@command(app, *engine_flags(), *_sampling_flags())
 def chat(values: dict[str, Any]) -> None:
     """Talk to a model in the terminal."""
     with _loaded(values) as llm:
         _converse(llm, _params(llm, values))
 
 
-@command(*_engine_flags())
+@command(app, *engine_flags())
 def inspect_(values: dict[str, Any]) -> None:
     """Show a model's numbers and the memory plan, without loading weights."""
     from deltaserve.runner.blueprint import inspect as describe
 
-    print(describe(_engine_config(values)))
+    print(describe(engine_config(values)))
 
 
-@command(*_engine_flags())
+@command(app, *engine_flags())
 def compare(values: dict[str, Any]) -> None:
     """Run transformers beside the engine and show, layer by layer, how far apart they are."""
     from deltaserve.engine.compare import compare as run_both
 
-    print("\n".join(run_both(_engine_config(values)).lines()))
-
-
-@command(
-    _WHAT,
-    _flag("batches", str, "1,8,32", "rows of the decode steps, with commas"),
-    _flag("lengths", str, "1024,8192", "tokens of the prompts, with commas"),
-    _flag("json", str, None, "file that one JSON object for each line of the tables is appended to"),
-    *flags_of(EngineConfig),
-)
-def bench(values: dict[str, Any]) -> None:
-    """Time decode steps or prompts through the whole engine, each beside its floor."""
-    what, path = values.pop("what"), values.pop("json")
-    sizes = [_integers(name, values.pop(name)) for name in ("batches", "lengths")]
-    from deltaserve.bench.steps import run
-
-    batches, lengths = sizes
-    run(
-        _engine_config(values),
-        decode=batches if what in ("decode", "steps") else [],
-        prefill=lengths if what in ("prefill", "steps") else [],
-        path=None if path is None else Path(path),
-    )
-
-
-def _integers(name: str, text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise ValueError(f"{name} is {text!r}; it must be whole numbers from 1 on, with commas between them")
-    return numbers
+    print("\n".join(run_both(engine_config(values)).lines()))
 
 
 def _loaded(values: dict[str, Any]) -> contextlib.AbstractContextManager[LLM]:
-    config = _engine_config(values)
+    config = engine_config(values)
     from deltaserve.engine.llm import LLM
 
     return LLM(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})

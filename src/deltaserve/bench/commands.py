@@ -1,0 +1,68 @@
+"""The commands of `deltaserve bench`. Everything heavy is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from deltaserve.config import EngineConfig
+from deltaserve.flags import command, engine_config, flag, flags_of
+
+bench = typer.Typer(
+    help="Time steps of an engine, or a server under load.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_BATCHES = flag("batches", str, "1,8,32", "rows of the decode steps, with commas")
+_LENGTHS = flag("lengths", str, "1024,8192", "tokens of the prompts, with commas")
+
+
+def _step_flags() -> list[inspect.Parameter]:
+    json = flag("json", str, None, "file that one JSON object for each line of the tables is appended to")
+    return [_BATCHES, _LENGTHS, json, *flags_of(EngineConfig)]
+
+
+@command(bench, *_step_flags())
+def decode(values: dict[str, Any]) -> None:
+    """Time decode steps through the whole engine, each beside its floor."""
+    _time_steps(values, decode=True, prefill=False)
+
+
+@command(bench, *_step_flags())
+def prefill(values: dict[str, Any]) -> None:
+    """Time prompts through the whole engine, each beside its floor."""
+    _time_steps(values, decode=False, prefill=True)
+
+
+@command(bench, *_step_flags())
+def steps(values: dict[str, Any]) -> None:
+    """Both: decode steps and prompts."""
+    _time_steps(values, decode=True, prefill=True)
+
+
+def _time_steps(values: dict[str, Any], decode: bool, prefill: bool) -> None:
+    path = values.pop("json")
+    batches, lengths = (_integers(name, values.pop(name)) for name in ("batches", "lengths"))
+    from deltaserve.bench.steps import run
+
+    run(
+        engine_config(values),
+        decode=batches if decode else [],
+        prefill=lengths if prefill else [],
+        path=None if path is None else Path(path),
+    )
+
+
+def _integers(name: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise ValueError(f"{name} is {text!r}; it must be whole numbers from 1 on, with commas between them")
+    return numbers
