@@ -7,8 +7,10 @@ memory is checked before it is read, freed ids are poisoned, and rows of one ste
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from deltaserve.core.plan import NO_SLOT, Plan, Result, Row, RowResult, Seating
 from deltaserve.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
@@ -92,10 +94,16 @@ class Seat:
 
 
 class FakeRunner:
-    """Obeys plans. `stale` names the seats of the last step whose memory was freed under their rows."""
+    """Obeys plans, as a device does: what is launched is queued, and computed when somebody asks for an outcome.
+
+    What happens to memory when an id is freed is queued among the steps, so that a step launched before does not see it
+    and one launched after does. `stale` names the seats of the last step whose memory was freed under their rows.
+    """
 
     def __init__(self, block_size: int, right_drafts: RightDrafts = lambda k: k) -> None:
         self.block_size, self.right_drafts = block_size, right_drafts
+        self.queue: deque[Callable[[], None]] = deque()
+        self.outcomes: dict[int, Result] = {}
         self.kv: dict[int, list[int]] = {}
         self.states: dict[int, int] = {}
         self.seats: dict[int, Seat] = {}
@@ -104,13 +112,27 @@ class FakeRunner:
         """Seats whose logits are not finite in the next step."""
 
     def free_block(self, block: int) -> None:
-        self.kv[block] = [POISON] * self.block_size
+        self.queue.append(partial(self.kv.__setitem__, block, [POISON] * self.block_size))
 
     def free_slot(self, slot: int) -> None:
-        self.states[slot] = POISON
+        self.queue.append(partial(self.states.__setitem__, slot, POISON))
+
+    def launch(self, plan: Plan, excused: set[int], order: Sequence[int] | None = None) -> None:
+        """`order`: in which the rows are computed; a step has none of its own. `excused`: seats whose memory may have
+        been freed under them."""
+        self.queue.append(partial(self.run, plan, excused, order))
+
+    def run(self, plan: Plan, excused: set[int], order: Sequence[int] | None) -> None:
+        self.outcomes[plan.step] = self.step(plan, order)
+        assert self.stale <= excused, "a live row reads freed memory"
+
+    def wait(self, step: int) -> Result:
+        """No longer than needed: what was launched behind the step is still to come."""
+        while step not in self.outcomes:
+            self.queue.popleft()()
+        return self.outcomes.pop(step)
 
     def step(self, plan: Plan, order: Sequence[int] | None = None) -> Result:
-        """`order`: in which the rows are computed; a step has none of its own."""
         for seating in plan.seatings:
             self.seats[seating.seat] = Seat.of(seating)
         for row in plan.rows:

@@ -36,6 +36,7 @@ class Rig:
         index: IndexFactory = NoPrefixIndex,
         right_drafts: RightDrafts = lambda k: k,
         num_drafts_for: Callable[[Running], int] | None = None,
+        overlap: bool = False,
     ) -> None:
         self.runner = FakeRunner(block_size, right_drafts)
         self.cache = CacheManager(
@@ -62,6 +63,9 @@ class Rig:
         self.cached: dict[str, int] = {}
         self.aborted_in_flight: set[int] = set()
         self.plans: list[Plan] = []
+        self.overlap = overlap
+        self.in_flight: Plan | None = None
+        self.num_ahead = 0
         self._num_ids = 0
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -107,14 +111,17 @@ class Rig:
         plan = self.scheduler.plan()
         assert plan is not None or ahead or not self.scheduler.has_work
         if plan is not None:
+            self.num_ahead += ahead
             self.check_plan(plan)
             self.plans.append(plan)
         return plan
 
+    def launch(self, plan: Plan, order: Sequence[int] | None = None) -> None:
+        self.runner.launch(plan, set(self.aborted_in_flight), order)
+
     def compute(self, plan: Plan, order: Sequence[int] | None = None) -> Result:
-        result = self.runner.step(plan, order)
-        assert self.runner.stale <= self.aborted_in_flight, "a live row reads freed memory"
-        return result
+        self.launch(plan, order)
+        return self.runner.wait(plan.step)
 
     def commit(self, plan: Plan, result: Result) -> list[Output]:
         outputs = self.scheduler.commit(plan, result)
@@ -124,8 +131,18 @@ class Rig:
         return outputs
 
     def step(self) -> list[Output]:
+        """As the engine does it: where steps overlap, the next one is launched before this one's outcome is known."""
+        plan = self.in_flight or self.begin()
+        if plan is None:
+            return []
+        self.in_flight = self.begin() if self.overlap else None
+        return self.commit(plan, self.runner.wait(plan.step))
+
+    def begin(self) -> Plan | None:
         plan = self.plan()
-        return [] if plan is None else self.commit(plan, self.compute(plan))
+        if plan is not None:
+            self.launch(plan)
+        return plan
 
     def finish(self, max_steps: int = 10000) -> None:
         """Run until all is done; compare every answer with the oracle; nothing is left in use."""

@@ -20,9 +20,10 @@ def numbers(n: int) -> list[int]:
 
 
 @INDEXES
-def test_preemption_after_every_token(index: IndexFactory) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preemption_after_every_token(overlap: bool, index: IndexFactory) -> None:
     """A request that is sent back after each of its 200 tokens says the same."""
-    rig = Rig(num_blocks=64, index=index, max_num_batched_tokens=512)
+    rig = Rig(num_blocks=64, index=index, max_num_batched_tokens=512, overlap=overlap)
     name = rig.add(numbers(10), max_tokens=200, logprobs=0)
     count = 0
     while rig.scheduler.has_work:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from deltaserve.cache.prefix import NoPrefixIndex
+from deltaserve.core.plan import Plan
 from deltaserve.core.request import SamplingParams
 from tests.scheduler.fake import VOCAB
 from tests.scheduler.rig import Rig, prefix_index
@@ -53,6 +54,7 @@ class Traffic:
         self.preemptions_left = 100
         self.corpus = [self.tokens(1, 40) for _ in range(4)]
         self.aborted: set[str] = set()
+        self.overlaps = rnd.choice([0.0, 0.5, 1.0, 1.0])
         self.digest = hashlib.sha256()
 
     def tokens(self, low: int, high: int) -> list[int]:
@@ -66,20 +68,30 @@ class Traffic:
                 self.add()
                 added += 1
             self.disturb()
-            plan = rig.plan()
+            plan = rig.in_flight or self.begin()
             if plan is None:
                 continue
-            self.digest.update(msgspec.json.encode(plan))
             self.disturb()
-            order = list(range(len(plan.rows)))
-            rnd.shuffle(order)
-            result = rig.compute(plan, order)
+            rig.in_flight = self.begin() if rnd.random() < self.overlaps else None
+            self.disturb()
+            result = rig.runner.wait(plan.step)
             self.disturb()
             for output in rig.commit(plan, result):
                 if output.finish_reason is not None:
                     rig.compare(output.request_id)
         assert len(self.aborted) + sum(a.finish_reason is not None for a in rig.answers.values()) == added
         rig.finish()
+
+    def begin(self) -> Plan | None:
+        plan = self.rig.plan()
+        if plan is None:
+            return None
+        self.digest.update(msgspec.json.encode(plan))
+        self.disturb()
+        order = list(range(len(plan.rows)))
+        self.random.shuffle(order)
+        self.rig.launch(plan, order)
+        return plan
 
     def add(self) -> None:
         rnd, rig = self.random, self.rig
@@ -130,9 +142,11 @@ def run(seed: int, with_index: bool) -> Traffic:
 @pytest.mark.parametrize("with_index", [False, True], ids=["no index", "index"])
 def test_traffic(with_index: bool, seed: int, traffic_seconds: float) -> None:
     end, count = time.monotonic() + traffic_seconds, 0
-    seen = {"preemptions": 0, "aborts": 0, "cached": 0, "accepted": 0, "refused": 0, "prefilled": 0}
+    seen = {"preemptions": 0, "aborts": 0, "cached": 0, "accepted": 0, "refused": 0, "prefilled": 0, "ahead": 0}
     while count < 10 or time.monotonic() < end:
-        stats = run(seed + count, with_index).rig.scheduler.stats()
+        rig = run(seed + count, with_index).rig
+        stats = rig.scheduler.stats()
+        seen["ahead"] += rig.num_ahead
         count += 1
         seen["preemptions"] += stats.preemptions
         seen["aborts"] += sum(stats.aborts.values())
