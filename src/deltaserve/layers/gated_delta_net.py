@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from deltaserve.layers.context import ForwardContext
 from deltaserve.layers.linear import Linear, weight
-from deltaserve.ops.conv.api import causal_conv
-from deltaserve.ops.gated_delta.api import gated_delta
-from deltaserve.ops.norm.api import gated_rms_norm
+from deltaserve.ops.gated_delta.api import gated_delta_net
 
 
 class GatedDeltaNet(nn.Module):
@@ -42,16 +40,16 @@ class GatedDeltaNet(nn.Module):
         """
         super().__init__()
         self.ordinal = ordinal
-        self.k_dim, self.v_dim, self.eps = k_dim, v_dim, eps
+        self.eps = eps
         keys, values = num_k_heads * k_dim, num_v_heads * v_dim
         wide = torch.promote_types(dtype, torch.float32)
-        self.mixed_widths = [keys, keys, values]
-        self.widths = [sum(self.mixed_widths), values, num_v_heads, num_v_heads]
+        channels = 2 * keys + values
+        self.widths = [channels, values, num_v_heads, num_v_heads]
         in_widths = self.widths[:2] if quantized else self.widths
         self.in_proj = Linear(hidden_size, sum(in_widths), dtype, device, quantized)
         self.ba_proj = Linear(hidden_size, 2 * num_v_heads, dtype, device) if quantized else None
         # [C, W] in shape, [W, C] in memory: the convolution takes one tap of all channels at a time.
-        taps_WC = torch.empty(conv_width, sum(self.mixed_widths), dtype=dtype, device=device)
+        taps_WC = torch.empty(conv_width, channels, dtype=dtype, device=device)
         self.conv_weight = nn.Parameter(taps_WC.t(), requires_grad=False)
         self.A_log = weight(num_v_heads, dtype=wide, device=device)
         self.dt_bias = weight(num_v_heads, dtype=wide, device=device)
@@ -60,18 +58,14 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x_TE: Tensor, context: ForwardContext) -> Tensor:
         """[T, hidden_size] -> the same; keeps the convolution's window and the state where the context says."""
-        layout = context.layout
         if self.ba_proj is None:
             mixed_TC, z, b_TV, a_TV = self.in_proj(x_TE).split_with_sizes(self.widths, dim=-1)
         else:
             mixed_TC, z = self.in_proj(x_TE).split_with_sizes(self.widths[:2], dim=-1)
             b_TV, a_TV = self.ba_proj(x_TE).split_with_sizes(self.widths[2:], dim=-1)
-        mixed_TC = causal_conv(mixed_TC, self.conv_weight, context.conv[self.ordinal], layout)
-        q, k, v = mixed_TC.split_with_sizes(self.mixed_widths, dim=-1)
-        q_THK, k_THK = (part.view(part.shape[0], -1, self.k_dim) for part in (q, k))
-        v_THV, z_THV = (part.view(part.shape[0], -1, self.v_dim) for part in (v, z))
-        state = context.state[self.ordinal]
-        o_THV = gated_delta(q_THK, k_THK, v_THV, a_TV, b_TV, self.A_log, self.dt_bias, state, layout)
-        o_THV = gated_rms_norm(o_THV, z_THV, self.norm_weight, self.eps)
+        o_THV = gated_delta_net(
+            *(mixed_TC, z, b_TV, a_TV, self.conv_weight, self.A_log, self.dt_bias, self.norm_weight, self.eps),
+            *(context.conv[self.ordinal], context.state[self.ordinal], context.layout),
+        )
         out_TE: Tensor = self.out_proj(o_THV.flatten(1))
         return out_TE

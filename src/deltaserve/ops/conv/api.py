@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deltaserve.ops.conv import reference
+from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.layout import Layout
 
 
@@ -35,6 +36,11 @@ def causal_conv(x_TC: Tensor, weight_CW: Tensor, pool_SWC: Tensor, layout: Layou
     )
     assert taps >= 2, f"conv: {taps} tap leaves no window to keep"
     assert pool_SWC.dtype == x_TC.dtype, f"conv: pool is {pool_SWC.dtype}, input {x_TC.dtype}"
+    if has_kernels(x_TC):
+        from deltaserve.ops.conv import triton_conv
+
+        parts = [triton_conv.conv(x_TC, weight_CW, pool_SWC, layout, segment) for segment in layout.segments]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     parts = [
         (reference.step if segment.is_step else reference.chunk)(x_TC, weight_CW, pool_SWC, layout, segment)
         for segment in layout.segments

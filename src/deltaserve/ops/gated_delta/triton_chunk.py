@@ -1,0 +1,287 @@
+"""The gated delta rule over rows of any length, in chunks of 64 tokens. Knows the recurrence, not what surrounds it.
+
+`prepare_kernel`, one program per chunk and value head, computes what no chunk has from another: the gates and their
+running sums G, the system I + A with A[i, j] = beta_i exp(G_i - G_j) k_i.k_j below the diagonal, its inverse T, and
+
+    u = T (beta v)      w = T (beta exp(G) k)      P[i, j] = exp(G_i - G_j) q_i.k_j on and below the diagonal
+
+`pass_kernel`, one program per row, value head and slice of V, carries the state through the chunks of its row:
+
+    n = u - w S      o = exp(G) q S + P n      S = exp(G_last) S + (exp(G_last - G) k)^T n
+
+It keeps S transposed, [slice of V, K]: then every product of the chain takes what the one before it left in registers
+as its left operand, and only operands from memory pass through shared memory. A slice of 64 fills the four warps that a
+Hopper product takes, and makes 64 programs of one row at 32 heads; per chunk a program reads 64 KB, most of it from the
+L2 cache, where it is shared with the other slice (and k and q with the other value head).
+
+The inverse starts from 2 x 2 blocks on the diagonal, where it is I - A, and doubles them five times: with T the inverse
+of the blocks and A' what the doubled blocks hold beside them, T - T A' T. Keys have length 1, 0 <= beta <= 1 and
+exp(g) <= 1, so |T[i, j]| <= 1, and of blocks as well: each is k_i . (product of contractions) k_j. Powers of A, which a
+shorter product for the whole inverse needs, have no bound. So fp16 operands with fp32 sums suffice for bf16 inputs
+(their 11 bits are tf32's, at twice its rate); the result is rounded to bf16's 8 bits in any case.
+
+With fp32 and fp16 inputs all products are in fp32. A variant follows from the model's shapes and the dtypes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltaserve.ops.conv.chunks import CHUNK, chunk_table
+from deltaserve.ops.gated_delta.triton_step import log_decay
+from deltaserve.ops.layout import Layout, Segment
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def prepare_kernel(
+    mixed,
+    b,
+    a,
+    A_log,
+    dt_bias,
+    table,
+    w,
+    p,
+    sums,
+    tokens,
+    b_stride,
+    a_stride,
+    KH: tl.constexpr,
+    VH: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Grid [value heads, chunks]. Writes u over v."""
+    C: tl.constexpr = 2 * KH * K + VH * V
+    DOT: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
+    INVERSE: tl.constexpr = tl.float32 if EXACT else tl.float16
+    head = tl.program_id(0)
+    entry = table + tl.program_id(1) * 4
+    base = tl.load(entry + 1)
+    first = tl.load(entry + 2)
+    end = tl.load(entry + 3)
+    if end == first:
+        return
+    i = tl.arange(0, CHUNK)
+    token = (base + i).to(tl.int64)
+    in_row = (token >= first) & (token < end)
+    k_index = tl.arange(0, BK)
+    v_index = tl.arange(0, BV)
+    in_k = in_row[:, None] & (k_index < K)[None, :]
+    in_v = in_row[:, None] & (v_index < V)[None, :]
+    is_lower = i[:, None] > i[None, :]
+    is_same = i[:, None] == i[None, :]
+
+    write = tl.load(b + token * b_stride + head, mask=in_row, other=0).to(tl.float32)
+    decay = tl.load(a + token * a_stride + head, mask=in_row, other=0).to(tl.float32)
+    q_place = mixed + token[:, None] * C + (head // (VH // KH)) * K + k_index[None, :]
+    query = tl.load(q_place, mask=in_k, other=0).to(DOT)
+    key = tl.load(q_place + KH * K, mask=in_k, other=0).to(DOT)
+    beta = tl.where(in_row, 1 / (1 + tl.exp(-write)), 0)
+    decay = log_decay(decay, tl.load(A_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32))
+    total = tl.cumsum(tl.where(in_row, decay, 0), 0)
+    tl.store(sums + head.to(tl.int64) * tokens + token, total, mask=in_row)
+    between = tl.exp(tl.where(is_lower, total[:, None] - total[None, :], 0))
+    product = tl.dot(query, tl.trans(key), input_precision="ieee")
+    product = tl.where(is_lower | is_same, product * between, 0)
+    p_place = p + (token[:, None] * VH + head) * CHUNK + i[None, :]
+    tl.store(p_place, product.to(p.dtype.element_ty), mask=in_row[:, None])
+
+    system = tl.dot(key, tl.trans(key), input_precision="ieee")
+    system = tl.where(is_lower, system * between * beta[:, None], 0)
+    inverse = tl.where(is_same, 1.0, 0.0) - tl.where((i // 2)[:, None] == (i // 2)[None, :], system, 0)
+    for level in tl.static_range(1, 6):
+        size = 2**level
+        is_new = (i // size)[:, None] != (i // size)[None, :]
+        is_new = is_new & ((i // (2 * size))[:, None] == (i // (2 * size))[None, :])
+        left = tl.dot(tl.where(is_new, system, 0).to(INVERSE), inverse.to(INVERSE), input_precision="ieee")
+        inverse -= tl.dot(inverse.to(INVERSE), left.to(INVERSE), input_precision="ieee")
+
+    v_place = mixed + token[:, None] * C + 2 * KH * K + head * V + v_index[None, :]
+    value = tl.load(v_place, mask=in_v, other=0).to(tl.float32)
+    u = tl.dot(inverse.to(DOT), (value * beta[:, None]).to(DOT), input_precision="ieee")
+    tl.store(v_place, u.to(mixed.dtype.element_ty), mask=in_v)
+    # Loaded again: the registers that would keep it are those of the inversion.
+    key = tl.load(q_place + KH * K, mask=in_k, other=0).to(tl.float32)
+    corrected = (key * (beta * tl.exp(total))[:, None]).to(DOT)
+    corrected = tl.dot(inverse.to(DOT), corrected, input_precision="ieee")
+    w_place = w + (token[:, None] * VH + head) * K + k_index[None, :]
+    tl.store(w_place, corrected.to(w.dtype.element_ty), mask=in_k)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "row_start"],
+    do_not_specialize_on_alignment=["cu_seqlens", "position", "read_slot", "write_slot"],
+)
+def pass_kernel(
+    mixed,
+    w,
+    p,
+    sums,
+    pool,
+    cu_seqlens,
+    position,
+    read_slot,
+    write_slot,
+    out,
+    tokens,
+    row_start,
+    KH: tl.constexpr,
+    VH: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Grid [slices of V * value heads, rows], slices of a head side by side. `mixed` holds q, k and u."""
+    C: tl.constexpr = 2 * KH * K + VH * V
+    GROUP: tl.constexpr = VH // KH
+    SLICES: tl.constexpr = (V + BW - 1) // BW
+    DOT: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
+    head = tl.program_id(0) // SLICES
+    row = tl.program_id(1)
+    first = tl.load(cu_seqlens + row)
+    end = tl.load(cu_seqlens + row + 1)
+    base = first - (tl.load(position + first) % CHUNK).to(tl.int32)
+    count = (end - base + CHUNK - 1) // CHUNK
+
+    i = tl.arange(0, CHUNK)
+    k_index = tl.arange(0, BK)
+    v_index = (tl.program_id(0) % SLICES) * BW + tl.arange(0, BW)
+    in_k = k_index < K
+    in_v = v_index < V
+    state_place = (head * K + k_index[None, :]) * V + v_index[:, None]
+    in_state = in_v[:, None] & in_k[None, :]
+    slot = tl.load(read_slot + row_start + row)
+    read = pool + tl.where(slot >= 0, slot, 0).to(tl.int64) * (VH * K * V)
+    in_read = in_v[:, None] & (k_index < tl.where(slot >= 0, K, 0))[None, :]
+    state = tl.load(read + state_place, mask=in_read, other=0).to(tl.float32)
+
+    u_column = mixed + 2 * KH * K + head * V + v_index
+    sums += head.to(tl.int64) * tokens
+    # What no product takes as it is comes a chunk ahead, in registers.
+    token = (base + i).to(tl.int64)
+    in_row = (token >= first) & (token < end)
+    next_u = tl.load(u_column[None, :] + token[:, None] * C, in_row[:, None] & in_v[None, :], other=0)
+    next_sum = tl.load(sums + token, mask=in_row, other=0)
+    last = tl.minimum(base + CHUNK, end) - 1
+    next_last = tl.load(sums + last)
+    next_slot = tl.load(write_slot + last)
+    for number in range(count):
+        u, total, whole, keep = next_u, next_sum, next_last, next_slot
+        token = (base + (number + 1) * CHUNK + i).to(tl.int64)
+        in_row = token < end
+        next_u = tl.load(u_column[None, :] + token[:, None] * C, in_row[:, None] & in_v[None, :], other=0)
+        next_sum = tl.load(sums + token, mask=in_row, other=0)
+        last = tl.minimum(base + (number + 2) * CHUNK, end) - 1
+        next_last = tl.load(sums + last)
+        next_slot = tl.load(write_slot + last)
+
+        token = (base + number * CHUNK + i).to(tl.int64)
+        in_row = (token >= first) & (token < end)
+        in_key = in_row[:, None] & in_k[None, :]
+        q_place = mixed + token[:, None] * C + (head // GROUP) * K + k_index[None, :]
+        corrected = tl.load(w + (token[:, None] * VH + head) * K + k_index[None, :], mask=in_key, other=0).to(DOT)
+        query = tl.load(q_place, mask=in_key, other=0).to(DOT)
+        key = tl.load(q_place + KH * K, mask=in_key, other=0).to(DOT)
+        product = tl.load(p + (token[:, None] * VH + head) * CHUNK + i[None, :], in_row[:, None], other=0).to(DOT)
+
+        before = state.to(DOT)
+        new = tl.trans(u).to(tl.float32) - tl.dot(before, tl.trans(corrected), input_precision="ieee")
+        o = tl.dot(before, tl.trans(query), input_precision="ieee") * tl.exp(total)[None, :]
+        at_end = (new * tl.exp(whole - total)[None, :]).to(DOT)
+        state = tl.dot(at_end, key, state * tl.exp(whole), input_precision="ieee")
+        o = tl.dot(new.to(DOT), tl.trans(product), o, input_precision="ieee")
+        out_place = out + (token[:, None] * VH + head) * V + v_index[None, :]
+        tl.store(out_place, tl.trans(o.to(out.dtype.element_ty)), mask=in_row[:, None] & in_v[None, :])
+        if keep >= 0:
+            kept = pool + keep.to(tl.int64) * (VH * K * V) + state_place
+            tl.store(kept, state.to(pool.dtype.element_ty), mask=in_state)
+
+
+def tile(k_dim: int, v_dim: int, is_exact: bool) -> dict[str, Any]:
+    """Of `pass_kernel`. Products in fp32 take their operands from registers: a slice of 16 keeps them there."""
+    widest = 16 if is_exact else 64
+    return {
+        "BK": max(16, triton.next_power_of_2(k_dim)),
+        "BW": min(widest, max(16, triton.next_power_of_2(v_dim))),
+        "num_warps": 4,
+        "num_stages": 1 if is_exact or torch.version.hip is not None else 2,
+    }
+
+
+def chunk(
+    mixed_TC: Tensor,
+    b_TV: Tensor,
+    a_TV: Tensor,
+    A_log_V: Tensor,
+    dt_bias_V: Tensor,
+    state_pool_SVKD: Tensor,
+    layout: Layout,
+    segment: Segment,
+    **config: Any,
+) -> Tensor:
+    """Outputs of the rule for one chunk segment, [tokens, Hv, V].
+
+    mixed holds the segment's tokens only, contiguous: q and k of length 1, q scaled, and v, which is overwritten. b and
+    a hold the step's, and may be views with a row stride. `config` replaces entries of `tile`.
+    """
+    v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
+    k_heads, tokens = (mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim), mixed_TC.shape[0]
+    dtype, device = mixed_TC.dtype, mixed_TC.device
+    is_exact = dtype != torch.bfloat16 or device.type == "cpu"
+    options = {**tile(k_dim, v_dim, is_exact), **config}
+    table = layout.once(chunk_table, segment)
+    w_TVK = torch.empty(tokens, v_heads, k_dim, dtype=dtype, device=device)
+    p_TVC = torch.empty(tokens, v_heads, CHUNK, dtype=dtype, device=device)
+    sums_VT = torch.empty(v_heads, tokens, dtype=torch.float32, device=device)
+    out_TVD = torch.empty(tokens, v_heads, v_dim, dtype=dtype, device=device)
+    shapes = {"KH": k_heads, "VH": v_heads, "K": k_dim, "V": v_dim, "CHUNK": CHUNK, "EXACT": is_exact}
+    prepare_kernel[(v_heads, table.shape[0])](
+        mixed_TC,
+        segment.cut(b_TV),
+        segment.cut(a_TV),
+        A_log_V,
+        dt_bias_V,
+        table,
+        w_TVK,
+        p_TVC,
+        sums_VT,
+        tokens,
+        b_TV.stride(0),
+        a_TV.stride(0),
+        **shapes,
+        BK=options["BK"],
+        BV=max(16, triton.next_power_of_2(v_dim)),
+        num_warps=4,
+        num_stages=1,
+    )
+    slices = triton.cdiv(v_dim, options["BW"])
+    pass_kernel[(slices * v_heads, segment.row_end - segment.row_start)](
+        mixed_TC,
+        w_TVK,
+        p_TVC,
+        sums_VT,
+        state_pool_SVKD,
+        segment.cu_seqlens,
+        segment.cut(layout.position),
+        layout.read_slot,
+        segment.cut(layout.write_slot),
+        out_TVD,
+        tokens,
+        segment.row_start,
+        **shapes,
+        **options,
+    )
+    return out_TVD
