@@ -12,7 +12,7 @@ from deltaserve.layers.context import ForwardContext
 from deltaserve.layers.linear import Linear
 from deltaserve.layers.norm import GemmaNorm
 from deltaserve.layers.rotary import Rotary
-from deltaserve.ops.attention.api import paged_attention
+from deltaserve.ops.attention.api import gated_attention
 
 
 class Attention(nn.Module):
@@ -51,8 +51,18 @@ class Attention(nn.Module):
         """[T, hidden_size] -> the same; stores the step's keys and values."""
         q, gate, k, v = self.qgkv_proj(x_TE).split_with_sizes(self.widths, dim=-1)
         q_THD, k_TGD, v_TGD = (part.view(part.shape[0], -1, self.head_dim) for part in (q, k, v))
-        q_THD, k_TGD = self.rotary(self.q_norm(q_THD), self.k_norm(k_TGD), context.layout.position)
-        kv_pool = context.kv[self.ordinal]
-        o_THD = paged_attention(q_THD, k_TGD, v_TGD, kv_pool, context.layout, self.head_dim**-0.5)
-        out_TE: Tensor = self.o_proj(o_THD.flatten(1) * gate.sigmoid())
+        out_TX = gated_attention(
+            q_THD,
+            gate,
+            k_TGD,
+            v_TGD,
+            self.q_norm.weight_plus_one,
+            self.k_norm.weight_plus_one,
+            self.q_norm.eps,
+            self.rotary.cos_sin,
+            context.kv[self.ordinal],
+            context.layout,
+            self.head_dim**-0.5,
+        )
+        out_TE: Tensor = self.o_proj(out_TX)
         return out_TE

@@ -150,7 +150,7 @@ def chunk(q_THD: Tensor, kv_pool: Tensor, layout: Layout, segment: Segment, scal
     bounds = segment.cu_seqlens.tolist()
     contexts = layout.context_len[segment.row_start : segment.row_end].tolist()
     for row, context in enumerate(contexts):
-        if context == 0:
+        if context <= layout.first_key:  # no key is seen
             continue
         block = layout.block_table[segment.row_start + row, : -(-context // BLOCK)].long()
         kv = kv_pool.index_select(1, block).flatten(1, 2)[:, layout.first_key : context]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.norm import reference
 
 
@@ -22,6 +23,10 @@ def gemma_rms_norm(x_D: Tensor, weight_plus_one_D: Tensor, eps: float) -> Tensor
     returns            [..., D]   as x
     """
     _check(x_D, weight_plus_one_D)
+    if has_kernels(x_D):
+        from deltaserve.ops.norm import triton_norm
+
+        return triton_norm.norm_rows(x_D, weight_plus_one_D, eps)
     return reference.gemma_rms_norm(x_D, weight_plus_one_D, eps)
 
 
@@ -37,6 +42,10 @@ def add_gemma_rms_norm(x_D: Tensor, residual_D: Tensor, weight_plus_one_D: Tenso
     """
     assert x_D.shape == residual_D.shape, f"norm: x is {tuple(x_D.shape)}, the residual {tuple(residual_D.shape)}"
     _check(x_D, weight_plus_one_D)
+    if has_kernels(x_D):
+        from deltaserve.ops.norm import triton_norm
+
+        return triton_norm.add_norm_rows(x_D, residual_D, weight_plus_one_D, eps)
     return reference.add_gemma_rms_norm(x_D, residual_D, weight_plus_one_D, eps)
 
 
@@ -51,6 +60,10 @@ def gated_rms_norm(x_V: Tensor, z_V: Tensor, weight_V: Tensor, eps: float) -> Te
     """
     assert x_V.shape == z_V.shape, f"norm: x is {tuple(x_V.shape)}, the gate {tuple(z_V.shape)}"
     _check(x_V, weight_V)
+    if has_kernels(x_V):
+        from deltaserve.ops.norm import triton_norm
+
+        return triton_norm.gated_norm_rows(x_V, z_V, weight_V, eps)
     return reference.gated_rms_norm(x_V, z_V, weight_V, eps)
 
 

@@ -1,0 +1,125 @@
+"""The kernels of attention and of the norms, compiled for GPUs that are not there, at the large model's shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deltaserve.ops.attention import triton_chunk, triton_entry, triton_step
+from deltaserve.ops.gpu import Properties
+from deltaserve.ops.norm import triton_norm
+from tests.ops.compiled import TARGETS, Resources, compile_for
+
+DEVICES = {
+    "sm_90": Properties(132, 227 << 10, True, True),
+    "sm_80": Properties(108, 163 << 10, False, False),
+    "gfx942": Properties(304, 64 << 10, False, False),
+}
+FLAGS = {"HAS_GATE": True, "UPCAST": False}
+STRIDES = {"gate_stride": 9216, "plane_stride": 1 << 30}
+"""Multiples of 16, as a launch finds out."""
+ATTENTION = {
+    **FLAGS,
+    **STRIDES,
+    "NUM_Q": 16,
+    "NUM_KV": 2,
+    "WIDTH": 256,
+    "SHARING": 8,
+    "BLOCK_P": 8,
+    "BLOCK_D": 256,
+    "BLOCK": 64,
+}
+
+
+def signature(kernel: Any, dtype: str, others: dict[str, str]) -> dict[str, str]:
+    """Pointers are to `dtype` and numbers int32 unless `others` says so."""
+    return {name: others.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
+
+
+def compile_step(target: str, queries: int, length: int, dtype: str = "bf16") -> Resources:
+    config = triton_step.choose(DEVICES[target], queries, 256, 4 if dtype == "fp32" else 2)
+    constants = {**ATTENTION, "LENGTH": length, "BLOCK_M": queries, "KEYS": config.keys, "SPAN": 128}
+    others = {"table_ptr": "*i32", "context_ptr": "*i32", "acc_ptr": "*fp32", "peak_ptr": "*fp32", "scale": "fp32"}
+    kernel = triton_step.step_kernel
+    types = signature(kernel, dtype, others)
+    return compile_for(TARGETS[target], kernel, types, constants, config.warps, config.stages)
+
+
+def assert_fits(found: Resources, target: str, spilled: int = 0) -> None:
+    assert found.spilled <= spilled, f"{found.spilled} spilled"
+    assert found.shared <= DEVICES[target].shared_bytes, f"{found.shared} bytes of shared memory"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("queries", "length"), [(16, 1), (32, 4)])
+def test_step(target: str, queries: int, length: int) -> None:
+    found = compile_step(target, queries, length)
+    assert_fits(found, target)
+    if target == "sm_90":
+        assert found.registers <= 255
+        assert found.shared <= 113 << 10, "two programs to a multiprocessor"
+        assert "cp.async.cg.shared.global" in found.assembly, "keys and values are not read ahead"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_step_of_nine_tokens(target: str) -> None:
+    assert_fits(compile_step(target, 128, 9), target, spilled=128)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_join(target: str) -> None:
+    kernel = triton_step.join_kernel
+    constants = {
+        "LENGTH": 1, "NUM_Q": 16, "WIDTH": 256, "BLOCK_D": 256, "PARTS": 16, "BLOCK": 64, "SPAN": 128, "HAS_GATE": True,
+    }  # fmt: skip
+    others = {"context_ptr": "*i32", "acc_ptr": "*fp32", "peak_ptr": "*fp32"}
+    assert_fits(compile_for(TARGETS[target], kernel, signature(kernel, "bf16", others), constants), target)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_chunk(target: str, dtype: str) -> None:
+    config = triton_chunk.choose(DEVICES[target], 256, 4 if dtype == "fp32" else 2)
+    constants = {**ATTENTION, "BLOCK_M": config.queries, "KEYS": config.keys, "HAS_FIRST_KEY": False}
+    others = {"cu_ptr": "*i32", "table_ptr": "*i32", "context_ptr": "*i32", "scale": "fp32"}
+    kernel = triton_chunk.chunk_kernel
+    types = signature(kernel, dtype, others)
+    found = compile_for(TARGETS[target], kernel, types, constants, config.warps, config.stages)
+    # Half of the registers hold the product: addresses wait for the end of the loop in memory.
+    assert_fits(found, target, spilled=128 if dtype == "bf16" else 0)
+    if target == "sm_90" and dtype == "bf16":
+        assert "wgmma.mma_async" in found.assembly
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_entry(target: str) -> None:
+    kernel = triton_entry.entry_kernel
+    constants = {
+        "NUM_Q": 16, "NUM_KV": 2, "WIDTH": 256, "ROTARY": 64, "HEADS": triton_entry.HEADS, "BLOCK_G": 2, "BLOCK_D": 256,
+        "IS_PLAIN": False,
+    }  # fmt: skip
+    others = {
+        "q_weight_ptr": "*fp32", "k_weight_ptr": "*fp32", "cos_sin_ptr": "*fp32", "position_ptr": "*i64",
+        "kv_index_ptr": "*i64", "eps": "fp32",
+    }  # fmt: skip
+    assert_fits(compile_for(TARGETS[target], kernel, signature(kernel, "bf16", others), constants, 4), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("adds", [False, True])
+def test_norm(target: str, adds: bool) -> None:
+    rows, block, warps = triton_norm.tile(2048)
+    constants = {"HEADS": 1, "WIDTH": 2048, "ROWS": rows, "BLOCK_D": block, "HAS_RESIDUAL": adds}
+    kernel = triton_norm.norm_kernel
+    types = signature(kernel, "bf16", {"weight_ptr": "*fp32", "eps": "fp32"})
+    assert_fits(compile_for(TARGETS[target], kernel, types, constants, warps), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_gated_norm(target: str) -> None:
+    rows, block, warps = triton_norm.tile(128)
+    constants = {"HEADS": 32, "WIDTH": 128, "ROWS": rows, "BLOCK_D": block}
+    kernel = triton_norm.gated_norm_kernel
+    types = signature(kernel, "bf16", {"eps": "fp32"})
+    assert_fits(compile_for(TARGETS[target], kernel, types, constants, warps), target)
