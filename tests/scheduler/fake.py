@@ -209,6 +209,7 @@ class FakeRunner:
             if row.write_slots[t] != NO_SLOT:
                 self.states[row.write_slots[t]] = state
         if row.seat in self.failing:
+            seat.token_ids += [0] * row.samples  # some token is drawn all the same
             return RowResult(error="the logits are not finite")
         return self.result(seat, row, inputs, states)
 
