@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,23 @@ def tiny_config(**changes: Any) -> Json:
     }
     config.update(changes)
     return {key: value for key, value in config.items() if value is not None}
+
+
+def fp8_config(**changes: Any) -> Json:
+    """Heads and experts of 128, so that no scale's block reaches over two parts; the hidden width is 192."""
+    sizes = {
+        "hidden_size": 192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 256,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    return tiny_config(**(sizes | changes))
 
 
 def random_config(seed: int) -> Json:
@@ -135,28 +153,68 @@ def write_checkpoint(
     stacked_experts: bool = False,
     split_in_proj: bool = False,
     prefix: str = "model.",
+    fp8: bool = False,
 ) -> Path:
     """Write config.json and random weights to `folder`, and return it.
 
     `tokenizer` copies the built-in tokenizer, chat template and generation defaults (2,048 tokens: without a
-    `config` the vocabulary follows). `mtp` adds the tensors of the MTP layer. The last three choose other names that
-    exist in the field for the same weights.
+    `config` the vocabulary follows). `mtp` adds the tensors of the MTP layer. The next three choose other names that
+    exist in the field for the same weights. `fp8` quantises what published block FP8 checkpoints do.
     """
     if config is None:
         config = tiny_config(vocab_size=2048, bos_token_id=2032, eos_token_id=2034) if tokenizer else tiny_config()
     assert not tokenizer or config["vocab_size"] >= 2048, "the built-in tokenizer has ids up to 2047"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}, indent=1))
+    config = config | {"dtype": str(dtype).removeprefix("torch.")}
+    if fp8:
+        config["quantization_config"] = FP8_CONFIG
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     tensors = random_tensors(config, seed=seed, mtp=mtp)
     if split_in_proj:
         tensors = dict(_split_in_proj(tensors, config))
     if stacked_experts:
         tensors = _stack_experts(tensors, config)
     tensors = {_prefixed(name, prefix): tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    if fp8:
+        tensors = quantize_tensors(tensors)
     write_shards(folder, tensors, shards)
     for name in TOKENIZER_FILES if tokenizer else ():
         shutil.copy(BUILTIN / name, folder / name)
     return folder
+
+
+FP8_CONFIG = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "modules_to_not_convert": ["lm_head", "mtp.fc"],
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+QUANTIZED = re.compile(
+    r".*(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_(qkvz|qkv|z)|out_proj)|(gate|up|down)_proj)\.weight"
+    r"|.*experts\.(gate_up|down)_proj"
+)
+
+
+def quantize_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Projections and experts in e4m3, one scale for each block of 128 x 128, as published."""
+    result = {}
+    for name, tensor in tensors.items():
+        if not QUANTIZED.fullmatch(name):
+            result[name] = tensor
+            continue
+        height, width = tensor.shape[-2:]
+        high, wide = -(-height // 128), -(-width // 128)
+        scale = torch.zeros(*tensor.shape[:-2], high, wide)
+        quantized = torch.zeros(tensor.shape).to(torch.float8_e4m3fn)
+        for row in range(high):
+            for column in range(wide):
+                at = (..., slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
+                block = tensor[at].float()
+                scale[..., row, column] = block.abs().amax((-2, -1)) / 448
+                quantized[at] = (block / scale[..., row, column, None, None]).to(torch.float8_e4m3fn)
+        result[name], result[f"{name}_scale_inv"] = quantized, scale
+    return result
 
 
 def write_shards(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:

@@ -52,8 +52,8 @@ def _fill_e4m3(flat: Tensor, generator: torch.Generator) -> None:
     """Every code alike, but for zero and NaN, which become numbers in the middle of the range."""
     codes = flat.view(torch.uint8)
     whole = 0 if codes.storage_offset() % 8 else len(codes) // 8 * 8
-    words = codes[:whole].view(torch.int64)
-    words.random_(-(2**63), None, generator=generator)
+    if whole:  # eight codes at a draw
+        codes[:whole].view(torch.int64).random_(-(2**63), None, generator=generator)
     codes[whole:].random_(0, 256, generator=generator)
     without_sign = codes & 0x7F
     odd_ones = (without_sign == 0x7F) | (without_sign == 0)
