@@ -1,13 +1,61 @@
-"""Which way a projection is computed on a GPU, by its sizes. Knows no kernel's inside."""
+"""Which way a projection is computed on a GPU, by its sizes. Knows no kernel's inside.
+
+| tokens   | plain weight       | quantised weight                                             |
+|----------|--------------------|--------------------------------------------------------------|
+| 1 to 4   | triton_gemv        | triton_gemv                                                  |
+| to 64    | triton_gemm        | triton_gemm                                                  |
+| more     | torch              | the vendor's blockwise product where it is, else triton_gemm |
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from deltaserve.ops.gpu import properties
 from deltaserve.ops.linear import reference
+
+SMALL = 64
+"""Tokens up to which streaming the weight is the cost."""
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """As api.linear."""
-    return reference.linear(x_TI, weight_OI, scale_oi, dtype)
+    """As api.linear, for T of at least 0."""
+    tokens = x_TI.shape[0]
+    if tokens == 0:
+        return x_TI.new_empty(0, weight_OI.shape[0], dtype=dtype)
+    if tokens <= 4:
+        from deltaserve.ops.linear.triton_gemv import gemv
+
+        return gemv(x_TI, weight_OI, scale_oi, dtype)
+    if tokens > SMALL:
+        if scale_oi is None:
+            return dense(x_TI, weight_OI, dtype)
+        if has_blockwise(x_TI, weight_OI, dtype):
+            return blockwise(x_TI, weight_OI, scale_oi)
+    from deltaserve.ops.linear.triton_gemm import gemm
+
+    return gemm(x_TI, weight_OI, scale_oi, dtype)
+
+
+def dense(x_TI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+    """torch's product, without a second pass where the output is wider than the input."""
+    if dtype == torch.float32 and x_TI.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(x_TI, weight_OI.t(), out_dtype=torch.float32)
+    return reference.linear(x_TI, weight_OI, None, dtype)
+
+
+def has_blockwise(x_TI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies these in blocks: Hopper only, and sizes that fill its blocks and rows of scales."""
+    height, width = weight_OI.shape
+    fits = width % 512 == 0 and height % 16 == 0
+    return fits and dtype == torch.bfloat16 and properties(x_TI.device).is_hopper
+
+
+def blockwise(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor) -> Tensor:
+    """bf16 [T, O]. `has_blockwise` must hold."""
+    from deltaserve.ops.linear.triton_fp8 import quantize_rows
+
+    x_q, x_scale = quantize_rows(x_TI)
+    y_TO = torch._scaled_mm(x_q, weight_OI.t(), x_scale, scale_oi.t(), out_dtype=torch.bfloat16)
+    return y_TO[: x_TI.shape[0]]

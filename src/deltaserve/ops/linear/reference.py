@@ -56,7 +56,9 @@ def _blocks(x: Tensor, dim: int) -> Tensor:
     missing = -x.shape[dim] % BLOCK
     if missing:
         x = functional.pad(x, [0, 0] * (-dim - 1) + [0, missing])
-    return x.float().unflatten(dim, (-1, BLOCK))
+    shape = list(x.shape)
+    shape[dim : dim + 1 or None] = [-1, BLOCK]
+    return x.float().reshape(shape)
 
 
 def _scale(amax: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""How a mixture of experts is computed on a GPU, by its sizes. Knows no kernel's inside."""
+"""How a mixture of experts is computed on a GPU, by its sizes. Knows no kernel's inside.
+
+Up to MAX_TOKENS of `triton_pairs`, pair by pair (3 launches with routing); beyond, in groups of one expert (5, or 6 where
+inputs are quantised by a kernel of their own).
+"""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-
-from deltaserve.ops.moe import reference
 
 
 def sparse_moe(
@@ -18,9 +19,17 @@ def sparse_moe(
     w13_scale: Tensor | None,
     w2_scale: Tensor | None,
 ) -> Tensor:
-    """As api.sparse_moe."""
-    weights_TK, ids_TK = reference.route(scores_TF[:, :-1], top_k, renormalize)
-    if w13.shape[0] == scores_TF.shape[1]:
-        weights_TK = torch.cat([weights_TK, scores_TF[:, -1:].sigmoid().to(weights_TK.dtype)], 1)
-        ids_TK = torch.cat([ids_TK, ids_TK.new_full((ids_TK.shape[0], 1), w13.shape[0] - 1)], 1)
-    return reference.experts(x_TD, w13, w2, weights_TK, ids_TK, w13_scale, w2_scale)
+    """As api.sparse_moe, for T of at least 0. Weights must be contiguous."""
+    from deltaserve.ops.moe import triton_groups, triton_pairs, triton_route
+
+    assert w13.is_contiguous(), f"moe: w13 has strides {w13.stride()}"
+    assert w2.is_contiguous(), f"moe: w2 has strides {w2.stride()}"
+    tokens = x_TD.shape[0]
+    if tokens == 0:
+        return x_TD.new_empty(x_TD.shape)
+    shared = w13.shape[0] == scores_TF.shape[1]
+    weights_TK, ids_TK, count = triton_route.route(scores_TF, top_k, renormalize, shared)
+    if tokens <= triton_pairs.MAX_TOKENS:
+        h_PI = triton_pairs.gate_up(x_TD, w13, w13_scale, ids_TK)
+        return triton_pairs.down(h_PI, w2, w2_scale, weights_TK, ids_TK)
+    return triton_groups.grouped(x_TD, w13, w2, w13_scale, w2_scale, weights_TK, ids_TK, count)

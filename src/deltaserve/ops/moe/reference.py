@@ -93,7 +93,7 @@ def quantized_experts(
     wide = wide_dtype(x_TD.dtype)
     inner, rows = w2_EDI.shape[2], w13_scale.shape[1] // 2
     out_TKD = torch.empty(*ids_TK.shape, x_TD.shape[1], dtype=wide, device=x_TD.device)
-    for expert in ids_TK.unique().tolist():
+    for expert in torch.unique(ids_TK).tolist():
         token_P, place_P = torch.nonzero(ids_TK == expert, as_tuple=True)
         x_PD, w13_2ID, scale = x_TD[token_P], w13_E2ID[expert], w13_scale[expert]
         gate_PI = projection.linear(x_PD, w13_2ID[:inner], scale[:rows], wide)

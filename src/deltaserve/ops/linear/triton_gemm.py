@@ -1,0 +1,245 @@
+"""Projection of several inputs in matrix units. Knows no vendor's product, which may be faster for many inputs.
+
+The weight's rows are the tall side of a product and few tokens the narrow one, so that little is wasted: tiles of BO
+outputs times BT tokens, through shared memory, some stages ahead. Quantised products start anew every 128 inputs and
+are scaled as they are added. Few tokens are quantised here, as they come; many come quantised.
+
+Where a weight has too few rows for the device, SPLIT programs share a tile's inputs. Each leaves its part in memory,
+and the last to arrive adds the parts in their order, so the sum does not depend on who was last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltaserve.ops.gpu import properties
+from deltaserve.ops.linear.triton_fp8 import fp8_way, operand, quantize, quantize_rows
+
+MAX_TILES = 4096
+GROUP: tl.constexpr = tl.constexpr(8)
+"""Tiles of tokens that are computed side by side, so that weights are found in the cache."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut."""
+
+    outputs: int
+    tokens: int
+    split: int = 1
+    warps: int = 4
+    stages: int = 4
+    ready: bool = False
+    """Whether the input comes quantised."""
+
+
+@triton.jit
+def multiply(a, b, FLIP: tl.constexpr):
+    """a @ b.T of weights [BO, BK] and tokens [BT, BK]: [BO, BT], or [BT, BO] if flipped."""
+    return tl.dot(b, tl.trans(a)) if FLIP else tl.dot(a, tl.trans(b))
+
+
+@triton.jit
+def along_tokens(v, FLIP: tl.constexpr):
+    """[BT] beside what `multiply` gives."""
+    return v[:, None] if FLIP else v[None, :]
+
+
+@triton.jit
+def products(
+    acc,
+    w_ptrs,
+    kept_o,
+    w_scale_ptr,
+    x_ptrs,
+    kept_t,
+    x_scale_ptrs,
+    stride,
+    begin,
+    end,
+    WIDTH: tl.constexpr,
+    BK: tl.constexpr,
+    FP8: tl.constexpr,
+    READY: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """acc plus the product of rows of a weight [BO, 1] and of tokens [BT, 1], over the blocks `begin` to `end` of their
+    inputs. Scales are fetched one block ahead: they are not worth a stage of their own."""
+    if FP8 != 0:
+        w_scale = tl.load(w_scale_ptr + begin, mask=begin < end, other=0.0)
+        if READY:
+            x_scale = tl.load(x_scale_ptrs + begin * stride, mask=kept_t, other=0.0)
+    for block in range(begin, end):
+        k = block * BK + tl.arange(0, BK)[None, :]
+        w = tl.load(w_ptrs + k, mask=kept_o[:, None] & (k < WIDTH), other=0.0)
+        x = tl.load(x_ptrs + k, mask=kept_t[:, None] & (k < WIDTH), other=0.0)
+        if FP8 == 0:
+            if FLIP:
+                acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+        else:
+            following = tl.minimum(block + 1, end - 1)
+            next_w_scale = tl.load(w_scale_ptr + following)
+            if READY:
+                acc += multiply(operand(w, FP8), operand(x, FP8), FLIP) * along_tokens(x_scale * w_scale, FLIP)
+                x_scale = tl.load(x_scale_ptrs + following * stride, mask=kept_t, other=0.0)
+            else:
+                x_q, own_scale = quantize(x.to(tl.float32), FP8)
+                acc += multiply(operand(w, FP8), x_q, FLIP) * along_tokens(own_scale * w_scale, FLIP)
+            w_scale = next_w_scale
+    return acc
+
+
+@triton.jit(do_not_specialize=["tokens", "height", "stride"])
+def gemm_kernel(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    y_ptr,
+    part_ptr,
+    count_ptr,
+    tokens,
+    height,
+    stride,
+    WIDTH: tl.constexpr,
+    BO: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FP8: tl.constexpr,
+    READY: tl.constexpr,
+):
+    num_o, num_t = tl.cdiv(height, BO), tl.cdiv(tokens, BT)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    group = tile // (GROUP * num_o)
+    group_size = tl.minimum(num_t - group * GROUP, GROUP)
+    within = tile - group * GROUP * num_o
+    first_o = (within // group_size) * BO
+    o = first_o + tl.arange(0, BO)
+    t = (group * GROUP + within % group_size) * BT + tl.arange(0, BT)
+    kept_o, kept_t = o < height, t < tokens
+    w_ptrs = w_ptr + o.to(tl.int64)[:, None] * WIDTH
+    x_ptrs = x_ptr + t.to(tl.int64)[:, None] * WIDTH
+    NUM: tl.constexpr = (WIDTH + BK - 1) // BK
+    EACH: tl.constexpr = (NUM + SPLIT - 1) // SPLIT
+    begin = split * EACH
+    end = tl.minimum(begin + EACH, NUM)
+    # Tokens are the narrow side, but not where there are as many as outputs: their scales then fill registers.
+    FLIP: tl.constexpr = BT >= 64
+    acc = products(
+        tl.zeros((BT, BO) if FLIP else (BO, BT), tl.float32),
+        w_ptrs,
+        kept_o,
+        w_scale_ptr + (first_o // 128) * NUM,
+        x_ptrs,
+        kept_t,
+        x_scale_ptr + t,
+        stride,
+        begin,
+        end,
+        WIDTH,
+        BK,
+        FP8,
+        READY,
+        FLIP,
+    )
+    if FLIP:
+        y_ptrs = y_ptr + t.to(tl.int64)[:, None] * height + o[None, :]
+        kept = kept_t[:, None] & kept_o[None, :]
+    else:
+        y_ptrs = y_ptr + t.to(tl.int64)[None, :] * height + o[:, None]
+        kept = kept_o[:, None] & kept_t[None, :]
+    if SPLIT == 1:
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=kept)
+    else:
+        if FLIP:
+            place = tl.arange(0, BT)[:, None] * BO + tl.arange(0, BO)[None, :]
+        else:
+            place = tl.arange(0, BO)[:, None] * BT + tl.arange(0, BT)[None, :]
+        part_ptrs = part_ptr + tile.to(tl.int64) * (SPLIT * BO * BT) + place
+        tl.store(part_ptrs + split * (BO * BT), acc)
+        tl.debug_barrier()  # every thread's part is written before the program counts itself
+        if tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLIT - 1:
+            acc = tl.zeros_like(acc)
+            for other in range(SPLIT):
+                acc += tl.load(part_ptrs + other * (BO * BT), cache_modifier=".cg")
+            tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=kept)
+            tl.store(count_ptr + tile, 0)
+
+
+@lru_cache(maxsize=16)
+def _counters(device: torch.device) -> Tensor:
+    """Zero between launches: who counts last resets its counter."""
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+
+
+def choose_tiles(tokens: int, height: int, width: int, quantized: bool, num_sms: int) -> Tiles:
+    """Few tokens: enough programs to fill the device, about 100 KiB in flight in each multiprocessor. Many: tiles that
+    read little twice."""
+    if tokens > 64:
+        return Tiles(128, 128, warps=8, stages=3, ready=quantized)
+    narrow = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    outputs = 128 if height >= 128 * 4 * num_sms else 64
+    split, blocks = 1, -(-width // 128)
+    while split * 2 <= min(blocks, 16) and split * -(-height // outputs) < num_sms:
+        split *= 2
+    return Tiles(outputs, narrow, split, stages=4, ready=quantized and tokens > 16)
+
+
+def gemm(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    scale_oi: Tensor | None,
+    dtype: torch.dtype,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """x [T, I], weight [O, I] plain or e4m3 with scales [o, i] -> [T, O] in `dtype`.
+
+    Variants: I, dtypes, and `tiles`: four classes of T (16, 32, 64, more) and the split, which follows from the weight.
+    """
+    (tokens, width), height, device = x_TI.shape, weight_OI.shape[0], x_TI.device
+    if tiles is None:
+        tiles = choose_tiles(tokens, height, width, scale_oi is not None, properties(device).num_sms)
+    y_TO = torch.empty(tokens, height, dtype=dtype, device=device)
+    weight, way = fp8_way(weight_OI.contiguous(), scale_oi)
+    x_TI, stride = x_TI.contiguous(), 0
+    x_scale = weight
+    if way and tiles.ready:
+        x_TI, x_scale = quantize_rows(x_TI)
+        x_TI, stride = fp8_way(x_TI, x_scale)[0], x_scale.stride(1)
+    num_tiles = triton.cdiv(height, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
+    parts = counters = y_TO
+    if tiles.split > 1:
+        assert num_tiles <= MAX_TILES, f"linear: {num_tiles} tiles are split, at most {MAX_TILES}"
+        size = num_tiles * tiles.split * tiles.outputs * tiles.tokens
+        parts, counters = torch.empty(size, dtype=torch.float32, device=device), _counters(device)
+    gemm_kernel[(num_tiles, tiles.split)](
+        x_TI,
+        x_scale,
+        weight,
+        weight if scale_oi is None else scale_oi,
+        y_TO,
+        parts,
+        counters,
+        tokens,
+        height,
+        stride,
+        WIDTH=width,
+        BO=tiles.outputs,
+        BT=tiles.tokens,
+        BK=128 if way or weight.element_size() == 2 else 32,
+        SPLIT=tiles.split,
+        FP8=way,
+        READY=tiles.ready,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return y_TO

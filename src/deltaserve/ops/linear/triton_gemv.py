@@ -1,0 +1,100 @@
+"""Projection of one to four inputs: a weight is streamed once, straight into registers. Knows no other sizes.
+
+A program owns BO rows of the weight, whole (up to 4,096 wide): 16 to 32 KiB, all of them requested at once, 16 bytes
+per load, before the input is looked at; several programs per multiprocessor keep about 100 KiB in flight. Scales of
+weight and input are multiplied into the input, which is tiny: a weight costs its conversion and one multiplication.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltaserve.ops.gpu import properties
+from deltaserve.ops.linear.triton_fp8 import fp8_way, scaled_input, widen
+
+MAX_TOKENS = 4
+MAX_BLOCK = 4096
+TILE_BYTES = 32 << 10
+
+
+@triton.jit(do_not_specialize=["height"])
+def gemv_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    y_ptr,
+    height,
+    WIDTH: tl.constexpr,
+    T: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    start = tl.program_id(0) * BO
+    o = start + tl.arange(0, BO)
+    kept = o < height
+    scale_ptr += (start // 128) * ((WIDTH + 127) // 128)
+    w_ptrs = w_ptr + o.to(tl.int64)[:, None] * WIDTH
+    if WIDTH <= BK:
+        k = tl.arange(0, BK)[None, :]
+        w = tl.load(w_ptrs + k, mask=kept[:, None] & (k < WIDTH), other=0.0, eviction_policy="evict_first")
+        for t in tl.static_range(T):
+            x = scaled_input(x_ptr + t * WIDTH, scale_ptr, 0, WIDTH, BK, FP8)
+            y = tl.sum(widen(w, FP8) * x[None, :], 1)
+            tl.store(y_ptr + t * height + o, y.to(y_ptr.dtype.element_ty), mask=kept)
+    else:
+        for t in tl.static_range(T):
+            y = tl.zeros((BO,), tl.float32)
+            for first in range(0, WIDTH, BK):
+                k = first + tl.arange(0, BK)[None, :]
+                w = tl.load(w_ptrs + k, mask=kept[:, None] & (k < WIDTH), other=0.0)
+                x = scaled_input(x_ptr + t * WIDTH, scale_ptr, first, WIDTH, BK, FP8)
+                y += tl.sum(widen(w, FP8) * x[None, :], 1)
+            tl.store(y_ptr + t * height + o, y.to(y_ptr.dtype.element_ty), mask=kept)
+
+
+def rows_per_program(height: int, row_bytes: int, tokens: int, num_sms: int) -> int:
+    """As many as make TILE_BYTES (half of it for several tokens, whose weights stay converted in registers), but fewer
+    where there would not be two programs for each multiprocessor."""
+    rows = max(1, min(16, (TILE_BYTES if tokens == 1 else TILE_BYTES // 2) // row_bytes))
+    while rows > 1 and -(-height // rows) < 2 * num_sms:
+        rows //= 2
+    return rows
+
+
+def gemv(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    scale_oi: Tensor | None,
+    dtype: torch.dtype,
+    rows: int = 0,
+    num_warps: int = 4,
+) -> Tensor:
+    """x [T, I] with T up to 4, weight [O, I] plain or e4m3 with scales [o, i] -> [T, O] in `dtype`.
+
+    Variants: T, I, dtypes, and `rows` (a power of two), which follows from the shape.
+    """
+    (tokens, width), height = x_TI.shape, weight_OI.shape[0]
+    assert tokens <= MAX_TOKENS, f"linear: {tokens} tokens, at most {MAX_TOKENS}"
+    y_TO = torch.empty(tokens, height, dtype=dtype, device=x_TI.device)
+    weight, way = fp8_way(weight_OI.contiguous(), scale_oi)
+    block = min(MAX_BLOCK, max(128, triton.next_power_of_2(width)))
+    if not rows:
+        rows = rows_per_program(height, block * weight.element_size(), tokens, properties(x_TI.device).num_sms)
+    gemv_kernel[(triton.cdiv(height, rows),)](
+        x_TI.contiguous(),
+        weight,
+        weight if scale_oi is None else scale_oi,
+        y_TO,
+        height,
+        WIDTH=width,
+        T=tokens,
+        BO=rows,
+        BK=block,
+        FP8=way,
+        num_warps=num_warps,
+    )
+    return y_TO

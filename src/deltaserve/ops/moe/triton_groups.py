@@ -1,0 +1,245 @@
+"""The experts of many tokens, tile by tile of the pairs of one expert. Knows no routing.
+
+`gate_up`: a program owns BI inner columns of a tile's expert, BI rows of gate and of up, and all tokens of the tile; it
+streams both rows along the inputs, applies the activation, and where tokens are many also quantises it: BI is then 128,
+a block. `down`: BO outputs of the same pairs, each times its pair's weight, left as rows that are added up elsewhere.
+A tile with few tokens (decoding) makes this a stream of weights, once each: tiles of 16 tokens, three programs of 60
+KiB in flight on each multiprocessor. Tiles beside each other share an expert, whose weights the cache then holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltaserve.ops.linear.triton_fp8 import fp8_way, operand, quantize, quantize_rows, stored
+from deltaserve.ops.linear.triton_gemm import along_tokens, multiply, products
+from deltaserve.ops.moe.triton_route import add_up, group
+
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the products of a layer are cut. Sizes are powers of two."""
+
+    pairs: int
+    inner: int
+    """Columns of `gate_up`."""
+    outputs: int
+    """Of `down`."""
+    warps: int = 4
+    stages: int = 3
+    ready: bool = False
+    """Whether inputs are quantised before they are multiplied: by a kernel of their own, and by `gate_up`."""
+
+
+@triton.jit(do_not_specialize=["stride"])
+def gate_up_kernel(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    h_ptr,
+    h_scale_ptr,
+    members_ptr,
+    experts_ptr,
+    count_ptr,
+    stride,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    BM: tl.constexpr,
+    BI: tl.constexpr,
+    BK: tl.constexpr,
+    FP8: tl.constexpr,
+    READY: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    COLUMNS: tl.constexpr = (INNER + BI - 1) // BI
+    tile, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
+    if tile >= tl.load(count_ptr):
+        return
+    expert = tl.load(experts_ptr + tile).to(tl.int64)
+    pair = tl.load(members_ptr + tile.to(tl.int64) * BM + tl.arange(0, BM))
+    kept_t = pair >= 0
+    pair = tl.where(kept_t, pair, 0)
+    t = pair // K
+    i = column * BI + tl.arange(0, BI)
+    kept_i = i < INNER
+    x_ptrs = x_ptr + t.to(tl.int64)[:, None] * WIDTH
+    w_ptrs = w_ptr + expert * (2 * INNER * WIDTH) + i[:, None] * WIDTH
+    NUM: tl.constexpr = (WIDTH + BK - 1) // BK
+    ROWS: tl.constexpr = (INNER + 127) // 128
+    FLIP: tl.constexpr = BM >= 64
+    gate = tl.zeros((BM, BI) if FLIP else (BI, BM), tl.float32)
+    up = tl.zeros_like(gate)
+    if FP8 != 0:
+        gate_scale_ptr = w_scale_ptr + (expert * (2 * ROWS) + (column * BI) // 128) * NUM
+        up_scale_ptr = gate_scale_ptr + ROWS * NUM
+        gate_scale, up_scale = tl.load(gate_scale_ptr), tl.load(up_scale_ptr)
+        if READY:
+            x_scale = tl.load(x_scale_ptr + t, mask=kept_t, other=0.0)
+    for block in range(NUM):
+        k = block * BK + tl.arange(0, BK)[None, :]
+        inside = kept_i[:, None] & (k < WIDTH)
+        w1 = tl.load(w_ptrs + k, mask=inside, other=0.0)
+        w3 = tl.load(w_ptrs + INNER * WIDTH + k, mask=inside, other=0.0)
+        x = tl.load(x_ptrs + k, mask=kept_t[:, None] & (k < WIDTH), other=0.0)
+        if FP8 == 0:
+            if FLIP:
+                gate = tl.dot(x, tl.trans(w1), gate, input_precision="ieee")
+                up = tl.dot(x, tl.trans(w3), up, input_precision="ieee")
+            else:
+                gate = tl.dot(w1, tl.trans(x), gate, input_precision="ieee")
+                up = tl.dot(w3, tl.trans(x), up, input_precision="ieee")
+        else:
+            following = tl.minimum(block + 1, NUM - 1)
+            next_gate_scale, next_up_scale = tl.load(gate_scale_ptr + following), tl.load(up_scale_ptr + following)
+            if READY:
+                x_q = operand(x, FP8)
+                next_x_scale = tl.load(x_scale_ptr + following * stride + t, mask=kept_t, other=0.0)
+            else:
+                x_q, x_scale = quantize(x.to(tl.float32), FP8)
+            gate += multiply(operand(w1, FP8), x_q, FLIP) * along_tokens(x_scale * gate_scale, FLIP)
+            up += multiply(operand(w3, FP8), x_q, FLIP) * along_tokens(x_scale * up_scale, FLIP)
+            gate_scale, up_scale = next_gate_scale, next_up_scale
+            if READY:
+                x_scale = next_x_scale
+    h = (gate / (1.0 + tl.exp(-gate)) * up).to(TYPE)
+    h = h if FLIP else tl.trans(h)
+    h_ptrs = h_ptr + pair.to(tl.int64)[:, None] * INNER + i[None, :]
+    kept = kept_t[:, None] & kept_i[None, :]
+    if READY:
+        h_q, h_scale = quantize(h.to(tl.float32), FP8)
+        tl.store(h_ptrs, stored(h_q, FP8), mask=kept)
+        tl.store(h_scale_ptr + pair * ROWS + column, h_scale, mask=kept_t)
+    else:
+        tl.store(h_ptrs, h, mask=kept)
+
+
+@triton.jit
+def down_kernel(
+    h_ptr,
+    h_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    weights_ptr,
+    y_ptr,
+    members_ptr,
+    experts_ptr,
+    count_ptr,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    BM: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    FP8: tl.constexpr,
+    READY: tl.constexpr,
+):
+    COLUMNS: tl.constexpr = (WIDTH + BO - 1) // BO
+    tile, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
+    if tile >= tl.load(count_ptr):
+        return
+    expert = tl.load(experts_ptr + tile).to(tl.int64)
+    pair = tl.load(members_ptr + tile.to(tl.int64) * BM + tl.arange(0, BM))
+    kept_t = pair >= 0
+    pair = tl.where(kept_t, pair, 0)
+    o = column * BO + tl.arange(0, BO)
+    kept_o = o < WIDTH
+    NUM: tl.constexpr = (INNER + BK - 1) // BK
+    FLIP: tl.constexpr = BM >= 64
+    acc = products(
+        tl.zeros((BM, BO) if FLIP else (BO, BM), tl.float32),
+        w_ptr + expert * (WIDTH * INNER) + o[:, None] * INNER,
+        kept_o,
+        w_scale_ptr + (expert * ((WIDTH + 127) // 128) + (column * BO) // 128) * NUM,
+        h_ptr + pair.to(tl.int64)[:, None] * INNER,
+        kept_t,
+        h_scale_ptr + pair * NUM,
+        1,
+        0,
+        NUM,
+        INNER,
+        BK,
+        FP8,
+        READY,
+        FLIP,
+    )
+    weight = tl.load(weights_ptr + pair, mask=kept_t, other=0.0)
+    y = (acc * along_tokens(weight, FLIP)).to(y_ptr.dtype.element_ty)
+    y = y if FLIP else tl.trans(y)
+    y_ptrs = y_ptr + pair.to(tl.int64)[:, None] * WIDTH + o[None, :]
+    tl.store(y_ptrs, y, mask=kept_t[:, None] & kept_o[None, :])
+
+
+def choose_tiles(pairs: int, num_experts: int, quantized: bool) -> Tiles:
+    """By the pairs that an expert has on average: few make a stream of weights, many a product."""
+    mean = pairs / num_experts
+    if mean <= 8:
+        return Tiles(16, 64, 64)
+    if not quantized:
+        return Tiles(32, 64, 64) if mean <= 24 else Tiles(64, 64, 128)
+    return Tiles(32, 128, 128, warps=4, ready=True) if mean <= 24 else Tiles(64, 128, 128, warps=8, ready=True)
+
+
+def grouped(
+    x_TD: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    w13_scale: Tensor | None,
+    w2_scale: Tensor | None,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    count: Tensor,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """x [T, D], w13 [E, 2I, D] and w2 [E, D, I] plain or e4m3, weights float32 and ids int32 [T, K], `count` as `route`
+    gives it -> [T, D] as x.
+
+    Variants: shapes of the weights, K, dtypes, and three classes of pairs per expert (`choose_tiles`).
+    """
+    num_experts, width, inner = w2.shape
+    pairs, device = ids_TK.numel(), x_TD.device
+    if tiles is None:
+        tiles = choose_tiles(pairs, num_experts, w13_scale is not None)
+    members, experts = group(ids_TK, count, num_experts, tiles.pairs)
+    (w13, way), w2 = fp8_way(w13, w13_scale), fp8_way(w2, w2_scale)[0]
+    ready = tiles.ready and way > 0
+    x_in, stride, x_scale = x_TD.contiguous(), 0, w13
+    h, h_scale = torch.empty(pairs, inner, dtype=x_TD.dtype, device=device), w13
+    if ready:
+        assert tiles.inner == 128, f"moe: {tiles.inner} inner columns are not a block"
+        x_in, x_scale = quantize_rows(x_TD)
+        x_in, stride = fp8_way(x_in, x_scale)[0], x_scale.stride(1)
+        h = torch.empty(pairs, inner, dtype=w13.dtype, device=device)
+        h_scale = torch.empty(pairs, -(-inner // 128), dtype=torch.float32, device=device)
+    shapes = {"WIDTH": width, "INNER": inner, "BM": tiles.pairs, "BK": 128 if way else 128 // w13.element_size()}
+    options = {"FP8": way, "READY": ready, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    tables = members, experts, count
+    gate_up_kernel[(len(experts) * triton.cdiv(inner, tiles.inner),)](
+        x_in,
+        x_scale,
+        w13,
+        w13 if w13_scale is None else w13_scale,
+        h,
+        h_scale,
+        *tables,
+        stride,
+        K=ids_TK.shape[1],
+        BI=tiles.inner,
+        TYPE=TYPES[x_TD.dtype],
+        **shapes,
+        **options,
+    )
+    # Few rows are kept exact; of many, the bytes count.
+    y_PD = torch.empty(pairs, width, dtype=x_TD.dtype if tiles.ready else torch.float32, device=device)
+    w2_scale = w2 if w2_scale is None else w2_scale
+    down_kernel[(len(experts) * triton.cdiv(width, tiles.outputs),)](
+        h, h_scale, w2, w2_scale, weights_TK, y_PD, *tables, BO=tiles.outputs, **shapes, **options
+    )
+    return add_up(y_PD, ids_TK.shape[1], x_TD.dtype)

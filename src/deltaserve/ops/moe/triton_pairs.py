@@ -1,0 +1,226 @@
+"""The experts of a few tokens, one pair of a token and an expert after the other. Knows no routing.
+
+Two kernels. `gate_up`: a program owns BI inner columns of one pair: BI rows of the gate and of the up projection,
+whole, requested at once (16 to 32 KiB for rows of 2,048 bytes). `down`: a program owns BD outputs of one token and goes
+through all its experts, three chunks of them requested before the first is multiplied; so the sum over the experts
+stays in registers. An expert that several tokens share is read again, but from the cache. Weights move once at 1 token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltaserve.ops.linear.triton_fp8 import fp8_way, quantize, widen
+
+MAX_TOKENS = 8
+MAX_BLOCK = 4096
+
+
+@triton.jit
+def gate_up_input(x_ptr, gate_scale, up_scale, start, WIDTH: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr):
+    """Twice fp32 [BK]: one input from `start` on; quantised, times its own scales and the gate's or the up's."""
+    k = start + tl.arange(0, BK)
+    x = tl.load(x_ptr + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    x_gate, x_up = x, x
+    if FP8 != 0:
+        block = start // 128 + tl.arange(0, BK // 128)
+        gate = tl.load(gate_scale + block, mask=block * 128 < WIDTH, other=0.0)
+        up = tl.load(up_scale + block, mask=block * 128 < WIDTH, other=0.0)
+        x_q, scale = quantize(tl.reshape(x, (BK // 128, 128)), FP8)
+        x_gate = tl.reshape(x_q.to(tl.float32) * (scale * gate)[:, None], (BK,))
+        x_up = tl.reshape(x_q.to(tl.float32) * (scale * up)[:, None], (BK,))
+    return x_gate, x_up
+
+
+@triton.jit
+def gate_up_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    ids_ptr,
+    h_ptr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    BI: tl.constexpr,
+    BK: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    pair, start = tl.program_id(1), tl.program_id(0) * BI
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    i = start + tl.arange(0, BI)
+    kept = i < INNER
+    x_ptr += (pair // K).to(tl.int64) * WIDTH
+    ROWS: tl.constexpr = (INNER + 127) // 128
+    COLUMNS: tl.constexpr = (WIDTH + 127) // 128
+    gate_scale = scale_ptr + (expert * (2 * ROWS) + start // 128) * COLUMNS
+    up_scale = gate_scale + ROWS * COLUMNS
+    w_ptrs = w_ptr + expert * (2 * INNER * WIDTH) + i[:, None] * WIDTH
+    gate, up = tl.zeros((BI,), tl.float32), tl.zeros((BI,), tl.float32)
+    for first in tl.static_range(0, WIDTH, BK):
+        k = first + tl.arange(0, BK)[None, :]
+        inside = kept[:, None] & (k < WIDTH)
+        w1 = tl.load(w_ptrs + k, mask=inside, other=0.0)
+        w3 = tl.load(w_ptrs + INNER * WIDTH + k, mask=inside, other=0.0)
+        x_gate, x_up = gate_up_input(x_ptr, gate_scale, up_scale, first, WIDTH, BK, FP8)
+        gate += tl.sum(widen(w1, FP8) * x_gate[None, :], 1)
+        up += tl.sum(widen(w3, FP8) * x_up[None, :], 1)
+    h = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(h_ptr + pair.to(tl.int64) * INNER + i, h.to(h_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def down_fetch(
+    h_ptr,
+    w_ptr,
+    scale_ptr,
+    weights_ptr,
+    ids_ptr,
+    first,
+    start,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    BD: tl.constexpr,
+    J: tl.constexpr,
+    IP: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Requests all of a chunk of experts: rows [J, BD, IP], what gate and up made [J, IP], and the factors of its
+    blocks, a weight and a scale [J * IP / 128] (of all of it, if plain: a weight [J])."""
+    j, i, d = first + tl.arange(0, J), tl.arange(0, IP), start + tl.arange(0, BD)
+    has = j < K
+    expert = tl.load(ids_ptr + j, mask=has, other=0).to(tl.int64)
+    rows = w_ptr + expert[:, None, None] * (WIDTH * INNER) + d[None, :, None] * INNER + i[None, None, :]
+    kept = has[:, None, None] & (d < WIDTH)[None, :, None] & (i < INNER)[None, None, :]
+    w = tl.load(rows, mask=kept, other=0.0)
+    h = tl.load(h_ptr + j[:, None] * INNER + i[None, :], mask=has[:, None] & (i < INNER)[None, :], other=0.0)
+    factor = tl.load(weights_ptr + j, mask=has, other=0.0)
+    if FP8 != 0:
+        NUM: tl.constexpr = (INNER + 127) // 128
+        block = tl.arange(0, IP // 128)
+        scales = scale_ptr + (expert * ((WIDTH + 127) // 128) + start // 128)[:, None] * NUM + block[None, :]
+        w_scale = tl.load(scales, mask=has[:, None] & (block < NUM)[None, :], other=0.0)
+        factor = tl.reshape(w_scale * factor[:, None], (J * (IP // 128),))
+    return w, h, factor
+
+
+@triton.jit
+def down_add(acc, w, h, factor, J: tl.constexpr, IP: tl.constexpr, FP8: tl.constexpr):
+    """acc [BD, IP] and the chunk's products, added over the experts."""
+    h = h.to(tl.float32)
+    if FP8 != 0:
+        h_q, scale = quantize(tl.reshape(h, (J * (IP // 128), 128)), FP8)
+        h = tl.reshape(h_q.to(tl.float32) * (scale * factor)[:, None], (J, IP))
+    else:
+        h = h * factor[:, None]
+    return acc + tl.sum(widen(w, FP8) * h[:, None, :], 0)
+
+
+@triton.jit
+def down_kernel(
+    h_ptr,
+    w_ptr,
+    scale_ptr,
+    weights_ptr,
+    ids_ptr,
+    y_ptr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    BD: tl.constexpr,
+    J: tl.constexpr,
+    IP: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    t, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BD
+    d = start + tl.arange(0, BD)
+    h_ptr += t * K * INNER
+    weights_ptr += t * K
+    ids_ptr += t * K
+    acc = tl.zeros((BD, IP), tl.float32)
+    w0, h0, f0 = down_fetch(h_ptr, w_ptr, scale_ptr, weights_ptr, ids_ptr, 0, start, K, WIDTH, INNER, BD, J, IP, FP8)
+    w1, h1, f1 = down_fetch(h_ptr, w_ptr, scale_ptr, weights_ptr, ids_ptr, J, start, K, WIDTH, INNER, BD, J, IP, FP8)
+    for first in tl.static_range(0, K, J):
+        if first + 2 * J < K:
+            w2, h2, f2 = down_fetch(
+                h_ptr, w_ptr, scale_ptr, weights_ptr, ids_ptr, first + 2 * J, start, K, WIDTH, INNER, BD, J, IP, FP8
+            )
+        acc = down_add(acc, w0, h0, f0, J, IP, FP8)
+        w0, h0, f0 = w1, h1, f1
+        if first + 2 * J < K:
+            w1, h1, f1 = w2, h2, f2
+    y = tl.sum(acc, 1)
+    tl.store(y_ptr + t * WIDTH + d, y.to(y_ptr.dtype.element_ty), mask=d < WIDTH)
+
+
+def gate_up(
+    x_TD: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor | None,
+    ids_TK: Tensor,
+    rows: int = 8,
+    num_warps: int = 4,
+) -> Tensor:
+    """x [T, D], w13 [E, 2I, D] plain or e4m3, ids int32 [T, K] -> silu(gate) * up, [T * K, I] as x.
+
+    Variants: shapes of the weights, K, dtypes; `rows` (a power of two up to 128) is one value for a model.
+    """
+    inner, width = w13.shape[1] // 2, w13.shape[2]
+    h_PI = torch.empty(ids_TK.numel(), inner, dtype=x_TD.dtype, device=x_TD.device)
+    weight, way = fp8_way(w13, w13_scale)
+    block = min(MAX_BLOCK, max(128, triton.next_power_of_2(width)))
+    gate_up_kernel[(triton.cdiv(inner, rows), ids_TK.numel())](
+        x_TD.contiguous(),
+        weight,
+        weight if w13_scale is None else w13_scale,
+        ids_TK,
+        h_PI,
+        K=ids_TK.shape[1],
+        WIDTH=width,
+        INNER=inner,
+        BI=rows,
+        BK=block,
+        FP8=way,
+        num_warps=num_warps,
+    )
+    return h_PI
+
+
+def down(
+    h_PI: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor | None,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    rows: int = 8,
+    chunk: int = 4,
+    num_warps: int = 4,
+) -> Tensor:
+    """h [T * K, I] of `gate_up`, w2 [E, D, I] plain or e4m3, weights float32 and ids int32 [T, K] -> [T, D] as h.
+
+    Variants: as `gate_up`; `rows` outputs (a power of two up to 128) of `chunk` experts (too) are held at once.
+    """
+    (tokens, top_k), (_, width, inner) = ids_TK.shape, w2.shape
+    y_TD = torch.empty(tokens, width, dtype=h_PI.dtype, device=h_PI.device)
+    weight, way = fp8_way(w2, w2_scale)
+    down_kernel[(triton.cdiv(width, rows), tokens)](
+        h_PI,
+        weight,
+        weight if w2_scale is None else w2_scale,
+        weights_TK,
+        ids_TK,
+        y_TD,
+        K=top_k,
+        WIDTH=width,
+        INNER=inner,
+        BD=rows,
+        J=chunk,
+        IP=max(128 if way else 16, triton.next_power_of_2(inner)),
+        FP8=way,
+        num_warps=num_warps,
+    )
+    return y_TD

@@ -1,0 +1,149 @@
+"""Chooses each token's experts, gathers the pairs of each expert, and adds up a token's outputs. Knows no weights.
+
+A pair is a token and one of its experts; token t's are the pairs t * K to t * K + K - 1. Three small kernels, bound by
+their launch: one program per token; per expert; per token and 1,024 columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NONE: tl.constexpr = tl.constexpr(-(1 << 62))
+
+
+@triton.jit(do_not_specialize=["stride"])
+def route_kernel(
+    scores_ptr,
+    weights_ptr,
+    ids_ptr,
+    count_ptr,
+    stride,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    EP: tl.constexpr,
+    KP: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    if t == 0:
+        tl.store(count_ptr, 0)
+    e = tl.arange(0, EP)
+    s = tl.load(scores_ptr + t * stride + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    s = tl.where(s == 0, 0.0, s)  # -0 equals 0
+    # An integer that orders as the scores do, and of equals the lowest expert first; a NaN's bits are a number like
+    # any other, so that ids are valid whatever comes.
+    bits = s.to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = (order.to(tl.int64) << 16) | (65535 - e).to(tl.int64)
+    key = tl.where(e < E, key, NONE)
+    place = tl.arange(0, KP)
+    ids = tl.full((KP,), E, tl.int32)
+    chosen = tl.full((KP,), float("-inf"), tl.float32)
+    for i in tl.static_range(K):
+        best = tl.max(key, 0)
+        key = tl.where(key == best, NONE, key)
+        ordered = (best >> 16).to(tl.int32)
+        score = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        ids = tl.where(place == i, (65535 - (best & 65535)).to(tl.int32), ids)
+        chosen = tl.where(place == i, score, chosen)
+    top = tl.max(chosen, 0)
+    weights = tl.exp(chosen - top)
+    total = tl.sum(weights, 0) if RENORMALIZE else tl.sum(tl.where(e < E, tl.exp(s - top), 0.0), 0)
+    weights = weights / total
+    if SHARED:
+        gate = tl.load(scores_ptr + t * stride + E).to(tl.float32)
+        weights = tl.where(place == K, 1.0 / (1.0 + tl.exp(-gate)), weights)
+    WIDTH: tl.constexpr = K + 1 if SHARED else K
+    tl.store(weights_ptr + t * WIDTH + place, weights, mask=place < WIDTH)
+    tl.store(ids_ptr + t * WIDTH + place, ids, mask=place < WIDTH)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def group_kernel(ids_ptr, sorted_ptr, expert_ptr, count_ptr, pairs, BM: tl.constexpr, BP: tl.constexpr):
+    e = tl.program_id(0)
+    number = 0
+    for start in range(0, pairs, BP):
+        p = start + tl.arange(0, BP)
+        number += tl.sum((tl.load(ids_ptr + p, mask=p < pairs, other=-1) == e).to(tl.int32), 0)
+    if number > 0:
+        tiles = tl.cdiv(number, BM)
+        # Whoever comes first gets the first tiles. Which tile a pair is in, and where, changes nothing of its result.
+        first = tl.atomic_add(count_ptr, tiles, sem="relaxed")
+        sorted_ptr += first.to(tl.int64) * BM
+        for tile in range(tiles):
+            tl.store(expert_ptr + first + tile, e)
+        done = 0
+        for start in range(0, pairs, BP):
+            p = start + tl.arange(0, BP)
+            mine = (tl.load(ids_ptr + p, mask=p < pairs, other=-1) == e).to(tl.int32)
+            tl.store(sorted_ptr + done + tl.cumsum(mine, 0) - 1, p, mask=mine == 1)
+            done += tl.sum(mine, 0)
+        rest = number + tl.arange(0, BM)
+        tl.store(sorted_ptr + rest, tl.full((BM,), -1, tl.int32), mask=rest < tiles * BM)
+
+
+@triton.jit
+def sum_kernel(y_ptr, out_ptr, K: tl.constexpr, WIDTH: tl.constexpr, BD: tl.constexpr):
+    t, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD + tl.arange(0, BD)
+    total = tl.zeros((BD,), tl.float32)
+    for i in tl.static_range(K):
+        total += tl.load(y_ptr + (t * K + i) * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t * WIDTH + d, total.to(out_ptr.dtype.element_ty), mask=d < WIDTH)
+
+
+def route(scores_TF: Tensor, top_k: int, renormalize: bool, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """scores [T, E + 1], its last column the shared expert's gate, rows at any stride.
+
+    Returns weights float32 and ids int32 [T, top_k, or one more where the shared expert is the expert E], and an int32
+    that is zero, for `group`.
+    """
+    tokens, num_experts = scores_TF.shape[0], scores_TF.shape[1] - 1
+    assert scores_TF.stride(1) == 1, f"moe: scores with strides {scores_TF.stride()}"
+    assert num_experts <= 1 << 16, f"moe: {num_experts} experts"
+    shape, device = (tokens, top_k + shared), scores_TF.device
+    weights = torch.empty(shape, dtype=torch.float32, device=device)
+    ids = torch.empty(shape, dtype=torch.int32, device=device)
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    route_kernel[(tokens,)](
+        scores_TF,
+        weights,
+        ids,
+        count,
+        scores_TF.stride(0),
+        E=num_experts,
+        K=top_k,
+        EP=triton.next_power_of_2(num_experts),
+        KP=triton.next_power_of_2(top_k + shared),
+        RENORMALIZE=renormalize,
+        SHARED=shared,
+        num_warps=1,
+    )
+    return weights, ids, count
+
+
+def group(ids_TK: Tensor, count: Tensor, num_experts: int, size: int) -> tuple[Tensor, Tensor]:
+    """Cuts each expert's pairs into tiles of `size` (a power of two).
+
+    Returns the pairs, int32 [tiles, size] with -1 where a tile is not full, and the tiles' experts [tiles]. `count`,
+    zero before, is the number of tiles after; what stands behind them is anything.
+    """
+    pairs, device = ids_TK.numel(), ids_TK.device
+    tiles = min(pairs, num_experts) + pairs // size
+    members = torch.empty(tiles, size, dtype=torch.int32, device=device)
+    experts = torch.empty(tiles, dtype=torch.int32, device=device)
+    block, warps = (512, 4) if pairs <= 512 else (4096, 8)
+    group_kernel[(num_experts,)](ids_TK, members, experts, count, pairs, BM=size, BP=block, num_warps=warps)
+    return members, experts
+
+
+def add_up(y_PD: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+    """The sums of `top_k` rows after another, always in their order: [T * top_k, D] -> [T, D] in `dtype`."""
+    tokens, width = y_PD.shape[0] // top_k, y_PD.shape[1]
+    out = torch.empty(tokens, width, dtype=dtype, device=y_PD.device)
+    block = min(1024, triton.next_power_of_2(width))
+    sum_kernel[(tokens, triton.cdiv(width, block))](y_PD, out, K=top_k, WIDTH=width, BD=block, num_warps=4)
+    return out
