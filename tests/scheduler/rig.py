@@ -107,11 +107,14 @@ class Rig:
 
     def plan(self) -> Plan | None:
         self.aborted_in_flight.clear()
-        ahead = bool(self.scheduler._in_flight)
+        ahead, preemptions = bool(self.scheduler._in_flight), self.scheduler._counters.preemptions
         plan = self.scheduler.plan()
         assert plan is not None or ahead or not self.scheduler.has_work
         if plan is not None:
             self.num_ahead += ahead
+            if ahead:
+                assert self.scheduler._counters.preemptions == preemptions, "a plan made ahead sends somebody back"
+                assert not any(row.num_propose for row in plan.rows), "a plan made ahead proposes drafts"
             self.check_plan(plan)
             self.plans.append(plan)
         return plan
