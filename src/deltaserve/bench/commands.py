@@ -8,8 +8,9 @@ from typing import Any
 
 import typer
 
+from deltaserve.bench.client_config import LoadConfig, MultiTurnConfig
 from deltaserve.config import EngineConfig
-from deltaserve.flags import command, engine_config, flag, flags_of
+from deltaserve.flags import command, config_of, engine_config, flag, flags_of
 
 bench = typer.Typer(
     help="Time steps of an engine, or a server under load.",
@@ -43,6 +44,24 @@ def prefill(values: dict[str, Any]) -> None:
 def steps(values: dict[str, Any]) -> None:
     """Both: decode steps and prompts."""
     _time_steps(values, decode=True, prefill=True)
+
+
+@command(bench, *flags_of(LoadConfig))
+def serve(values: dict[str, Any]) -> None:
+    """Put an OpenAI-compatible server under load, and time its answers."""
+    config: LoadConfig = config_of(values, LoadConfig)
+    from deltaserve.bench.serve import run
+
+    run(config)
+
+
+@command(bench, *flags_of(MultiTurnConfig))
+def multi_turn(values: dict[str, Any]) -> None:
+    """Hold conversations with a server, and tell what it computes again of their past."""
+    config: MultiTurnConfig = config_of(values, MultiTurnConfig)
+    from deltaserve.bench.multi_turn import run
+
+    run(config)
 
 
 def _time_steps(values: dict[str, Any], decode: bool, prefill: bool) -> None:

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import deltaserve
+
+if TYPE_CHECKING:
+    import torch
 
 Row = Mapping[str, Any]
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The machine and the software that a figure belongs to."""
-    found: dict[str, Any] = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "deltaserve": deltaserve.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": str(device),
-        "command": " ".join(sys.argv),
-    }
+    """The machine and the software that a figure of a device belongs to."""
+    import torch
+
+    found = {**machine(), "torch": torch.__version__, "device": str(device)}
     if device.type == "cpu":
-        return found | {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+        return found | {"threads": torch.get_num_threads()}
     import triton
 
     return found | {
@@ -36,6 +34,18 @@ def environment(device: torch.device) -> dict[str, Any]:
         "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1),
         "runtime": torch.version.cuda or torch.version.hip,
         "triton": triton.__version__,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Where a program runs that needs no device."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "deltaserve": deltaserve.__version__,
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "command": re.sub(r"(--api-key[ =])\S+", r"\1***", " ".join(sys.argv)),
     }
 
 
@@ -57,6 +67,11 @@ def _told(value: Any) -> str:
 def write(rows: Sequence[Row], kind: str, where: Mapping[str, Any], path: Path | None) -> None:
     """Print the table; append one JSON object per row, the environment in each, to `path` if there is one."""
     print(table(rows), flush=True)
+    append(rows, kind, where, path)
+
+
+def append(rows: Sequence[Row], kind: str, where: Mapping[str, Any], path: Path | None) -> None:
+    """The second half of `write`."""
     if path is not None:
         with path.open("a", encoding="utf-8") as file:
             for row in rows:
