@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from deltaserve.config import EngineConfig
-from deltaserve.core.request import Request, SamplingParams
+from deltaserve.core.request import Output, Request, SamplingParams
+from deltaserve.core.stats import Stats
 from deltaserve.engine.messages import (
     Cancel,
     Command,
@@ -27,7 +28,7 @@ from deltaserve.engine.messages import (
     Stop,
     Submit,
 )
-from deltaserve.engine.process import find_factory, serve
+from deltaserve.engine.process import EngineLoop, find_factory, serve
 from tests.engine import scripted
 
 ENCODER, DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Report)
@@ -131,6 +132,56 @@ def test_a_refused_request_is_told_and_the_rest_goes_on() -> None:
         assert refusal == Rejected("bad", "the engine has no room for 2 tokens")
         assert isinstance(answer, Progress)
         assert answer.outputs[0].request_id == "good"
+
+
+class Ahead(scripted.ScriptedEngine):
+    """Its steps overlap: each hands out what the one before gave, and one is left at the end."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, 0.0)
+        self.in_flight: list[Output] | None = None
+
+    def has_work(self) -> bool:
+        return super().has_work() or self.in_flight is not None
+
+    def step(self) -> list[Output]:
+        ended, self.in_flight = self.in_flight, super().step() if super().has_work() else None
+        return ended or []
+
+
+class Wire:
+    """Takes what is said, and gives commands when there is no more to do."""
+
+    def __init__(self, *commands: Command) -> None:
+        self.commands = list(commands)
+        self.said: list[Report] = []
+
+    def poll(self, timeout: int | None = None) -> bool:
+        return bool(self.commands) and (timeout is None or isinstance(self.commands[0], Submit | Cancel))
+
+    def recv(self) -> bytes:
+        return ENCODER.encode(self.commands.pop(0))
+
+    def send(self, data: bytes) -> None:
+        self.said.append(DECODER.decode(data))
+
+
+def test_a_step_without_news_is_no_end_and_no_message() -> None:
+    """Of 2 tokens: a step that begins the first, one that tells it and begins the last, one that tells the last."""
+    engine = Ahead(EngineConfig())
+    stats: list[Stats] = []
+    wire: Any = Wire(Submit([ask("a", max_tokens=2)]))
+    loop = EngineLoop(engine, wire)
+    assert loop._obey()
+    while engine.has_work():
+        loop._step()
+        stats.append(engine.stats())
+    assert len(stats) == 3
+    assert [[output.request_id for output in told.outputs] for told in wire.said] == [[], ["a"], ["a"]]
+    assert [told.stats for told in wire.said] == stats
+    engine.in_flight = []  # of requests that were cancelled meanwhile
+    loop._step()
+    assert len(wire.said) == 3
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 LINGER_MS = 2000
 """How long a last word may take to leave the process."""
-IDLE_STEP_SECONDS = 0.001
-"""A pause after a step that computed nothing, so that waiting does not burn a core."""
 
 
 class ServedEngine(Protocol):
@@ -69,7 +67,8 @@ class EngineLoop:
         self._socket = socket
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Command)
-        self._steps = -1
+        self._stats: Stats | None = None
+        """As they were reported last."""
         self._arrivals: dict[str, float] = {}
         """Of the requests that have not begun."""
         self._reported_idle = True
@@ -90,11 +89,9 @@ class EngineLoop:
         begun = [request_id for request_id in self._arrivals if not self._engine.waits(request_id)]
         queued = [now - self._arrivals.pop(request_id) for request_id in begun]
         self._reported_idle = False
-        if outputs or stats.steps != self._steps:
+        if outputs or queued or stats != self._stats:  # the end of a step in flight may bring no news
             self.send(Progress(outputs, stats, queued))
-        else:
-            time.sleep(IDLE_STEP_SECONDS)
-        self._steps = stats.steps
+            self._stats = stats
 
     def _obey(self) -> bool:
         """Handles every command that has come, waiting for one when there is nothing else to do. False: stop."""
