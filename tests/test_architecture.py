@@ -116,7 +116,16 @@ def check_torch_free(path: str, source: str) -> Iterator[str]:
 FENCES: dict[str, tuple[str, tuple[str, ...]]] = {
     "speculation": (
         r"draft\w*?|verif(?:y|ies|ied|ying|ication)|accepted|acceptance",
-        ("scheduler/*", "core/*", "runner/sampling.py", "runner/draft.py", "runner/runner.py", "*/metrics.py"),
+        (
+            "scheduler/*",
+            "core/*",
+            "runner/sampling.py",
+            "runner/draft.py",
+            "runner/runner.py",
+            "*/metrics.py",
+            "server/generation.py",  # the usage tells them, here and below
+            "server/replies.py",
+        ),
     ),
     "slot": (
         r"slots?",

@@ -156,9 +156,9 @@ BAD: list[tuple[Callable[[Any], object], str]] = [
     (lambda llm: llm.generate(["a", "b"], [SamplingParams(), SamplingParams(min_p=2)]), "prompt 1: min_p is 2"),
     (lambda llm: llm.chat([{"role": "user"}, "hi"]), "a conversation is a list of messages"),
     (lambda llm: llm.chat("hi"), "a conversation is a list of messages"),
-    (lambda llm: llm.chat([{"role": "user", "content": "x"}], chat_template_kwargs={"tools": []}), "sets 'tools'"),
+    (lambda llm: llm.chat([{"role": "user", "content": "x"}], chat_template_kwargs={"tools": []}), "set tools"),
     (
-        lambda llm: llm.chat([{"role": "user", "content": 1}], chat_template_kwargs={"chat_template": "{{ 1 + '' }}"}),
+        lambda llm: llm.chat([{"role": "user", "content": 1}], chat_template="{{ 1 + '' }}"),
         "refuses the messages",
     ),
     (lambda llm: llm.stream("a", SamplingParams(n=2)), "n is 2; a stream has one answer"),
@@ -252,6 +252,9 @@ def test_chat(engine: Echo, llm: LLM) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert llm.chat(hello, tools=tools)[0].prompt == TOKENIZER.render_chat(hello, tools)
     assert llm.chat([]) == []
+    assert llm.chat(hello, chat_template="Say {{ messages[0].content }}")[0].prompt == "Say hello"
+    bare = llm.render_chat(hello, add_generation_prompt=False)
+    assert bare == TOKENIZER.render_chat(hello, add_generation_prompt=False) != one.prompt
 
 
 def test_a_stream_gives_the_pieces(engine: Echo, llm: LLM) -> None:

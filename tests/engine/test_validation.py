@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deltaserve.core.request import Request, SamplingParams
-from deltaserve.engine.validation import validate
+from deltaserve.engine.validation import RESERVED, check_template_kwargs, validate
 
 VOCAB, CONTEXT = 100, 64
 
@@ -52,3 +52,21 @@ def test_legal(prompt: list[int], params: dict[str, Any]) -> None:
 def test_refused(prompt: list[Any], params: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check(prompt, **params)
+
+
+def test_the_length_of_a_prompt_is_told_before_its_ids_are_looked_at() -> None:
+    with pytest.raises(ValueError, match="the prompt has 100000 tokens"):
+        check([VOCAB] * 100_000)
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_names_that_a_template_gets_from_elsewhere(name: str) -> None:
+    check_template_kwargs({"enable_thinking": True})
+    with pytest.raises(ValueError, match=f"chat_template_kwargs may not set {name}"):
+        check_template_kwargs({name: None})
+
+
+@pytest.mark.parametrize("name", ["n", "top_k", "seed", "max_tokens", "min_tokens", "temperature", "logprobs"])
+def test_a_boolean_is_no_number(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is True; it must be a number"):
+        check([1], **{name: True})

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "error"]
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -140,9 +140,15 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Why finish_reason is "error"."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed, told with the first output."""
+    num_draft_tokens: int = 0
+    """Drafts that were verified in this step."""
+    num_accepted_tokens: int = 0
+    """Those of them that were right. They are among `token_ids`, unless the request ended before them."""
 
 
 def _within(name: str, value: float, low: float, high: float, above_low: bool = False) -> None:
+    if isinstance(value, bool):
+        raise ValueError(f"{name} is {value}; it must be a number")
     if not low <= value <= high or (above_low and value == low):  # NaN lies nowhere
         bracket = "(" if above_low else "["
         told = str(value) if isinstance(value, float) or abs(value) < 10**30 else "a number of more than 30 digits"

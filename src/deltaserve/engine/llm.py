@@ -21,7 +21,7 @@ from deltaserve.engine.answers import Completion, Generation
 from deltaserve.engine.detokenizer import TextDelta, TextStream, describe_tokens
 from deltaserve.engine.stop_strings import StopStrings
 from deltaserve.engine.tokenizer import GenerationDefaults, Tokenizer
-from deltaserve.engine.validation import validate
+from deltaserve.engine.validation import check_template_kwargs, validate
 from deltaserve.model_config import ModelConfig
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -116,19 +116,21 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         progress: bool = False,
     ) -> list[Generation]:
         """Answer one conversation or many, as `generate` does.
 
-        A message is a dict with "role" and "content". Raises ValueError when the template refuses the messages.
+        A message is a dict with "role" and "content"; for the other arguments see `render_chat`.
+        Raises ValueError when the template refuses the messages.
         """
         one = bool(messages) and all(isinstance(message, dict) for message in messages)
         conversations: list[Any] = [messages] if one else list(messages)
         encoded: list[tuple[str | None, list[int]]] = []
         for number, conversation in enumerate(conversations):
             with _naming(number, len(conversations)):
-                text = self.render_chat(conversation, tools, chat_template_kwargs)
+                text = self.render_chat(conversation, tools, chat_template_kwargs, chat_template=chat_template)
                 encoded.append((text, self._text_tokenizer().encode(text, add_special_tokens=False)))
         return self._run(encoded, params, progress)
 
@@ -137,17 +139,26 @@ class LLM:
         messages: Sequence[Message],
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt that the chat template makes of a conversation. Raises ValueError when it refuses."""
+        """The prompt that the chat template makes of a conversation. Raises ValueError when it refuses.
+
+        `chat_template` is a template's source, or the name of one of the checkpoint's; `chat_template_kwargs` are
+        further variables for it.
+        """
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError('a conversation is a list of messages, each a dict with "role" and "content"')
         variables = chat_template_kwargs or {}
-        for name in ("messages", "tools"):
-            if name in variables:
-                raise ValueError(
-                    f"chat_template_kwargs sets {name!r}, which is an argument of its own; remove it there"
-                )
-        return self._text_tokenizer().render_chat(list(messages), tools, **variables)
+        check_template_kwargs(variables)
+        return self._text_tokenizer().render_chat(
+            list(messages),
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+            **variables,
+        )
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """Answer one prompt piece by piece; `params.n` is 1. Leaving the loop early ends the request.

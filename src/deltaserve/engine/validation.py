@@ -1,15 +1,27 @@
-"""Whether a request can be computed at all: ids against the vocabulary, length against the context.
+"""Whether a request can be computed at all: ids against the vocabulary, length against the context; and the names that a
+chat template's variables may not have.
 
 Knows two numbers of the model and nothing else, so that the API process can answer before the engine is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from deltaserve.core.request import Request
 
 MAX_SALT_CHARS = 1024
+RESERVED = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+    "self",
+)
+"""Names that chat_template_kwargs may not set: there are arguments for them, or none at all."""
 
 
 def validate(request: Request, vocab_size: int, max_model_len: int) -> None:
@@ -20,15 +32,22 @@ def validate(request: Request, vocab_size: int, max_model_len: int) -> None:
         raise ValueError("the prompt is empty; give at least one token")
     if request.cache_salt is not None and len(request.cache_salt) > MAX_SALT_CHARS:
         raise ValueError(f"cache_salt has {len(request.cache_salt)} characters; at most {MAX_SALT_CHARS} are allowed")
-    _check_ids("the prompt", prompt, vocab_size)
-    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
-    _check_ids("logit_bias", params.logit_bias, vocab_size)
     longest = max_model_len if params.max_tokens == 0 else max_model_len - 1
     if len(prompt) > longest:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens, but the context of {max_model_len} tokens leaves room for "
             f"{longest}; shorten the prompt"
         )
+    _check_ids("the prompt", prompt, vocab_size)  # after its length: a glance at each id of a huge one takes long
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_ids("logit_bias", params.logit_bias, vocab_size)
+
+
+def check_template_kwargs(names: Collection[str]) -> None:
+    """Raises ValueError for variables that a chat template gets from elsewhere."""
+    for name in RESERVED:
+        if name in names:
+            raise ValueError(f"chat_template_kwargs may not set {name}; leave it out there")
 
 
 def _check_ids(where: str, token_ids: Iterable[int], vocab_size: int) -> None:

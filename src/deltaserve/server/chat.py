@@ -11,21 +11,11 @@ from typing import Any, Protocol
 
 import msgspec
 
+from deltaserve.engine.validation import check_template_kwargs
 from deltaserve.server.errors import ApiError, bad_request
 from deltaserve.server.protocol import Message, shorten
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-RESERVED = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "tokenize",
-    "self",
-)
-"""Names that chat_template_kwargs may not set: the request has fields for them, or the server does."""
 MAX_MESSAGES = 8192
 """A template takes time for each, and holds up other requests meanwhile."""
 
@@ -65,9 +55,10 @@ def render(
     if len(messages) > MAX_MESSAGES:
         raise bad_request(f"messages has {len(messages)} messages; at most {MAX_MESSAGES} are allowed", "messages")
     kwargs = kwargs or {}
-    for name in RESERVED:
-        if name in kwargs:
-            raise bad_request(f"chat_template_kwargs may not set {name}", "chat_template_kwargs")
+    try:
+        check_template_kwargs(kwargs)
+    except ValueError as fault:
+        raise bad_request(str(fault), "chat_template_kwargs") from None
     if continue_final_message and messages[-1].role != "assistant":
         raise bad_request(
             f"continue_final_message needs a last message of the assistant, not of the {messages[-1].role}",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from deltaserve.core.request import FinishReason, Output, Request, SamplingParams
 from deltaserve.engine.client import EngineClient
@@ -37,6 +37,10 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafts that became tokens of an answer."""
+    rejected_tokens: int = 0
+    """Drafts that were verified in vain."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,8 @@ class _Answer:
     prompt: Prompt
     stream: TextStream
     began: bool = False
-    last: float = field(default=0.0)
-    """When its latest tokens came, seconds of the monotonic clock."""
+    last: float | None = None
+    """When its latest tokens came, seconds of the monotonic clock; None before the first."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +175,8 @@ class Generation:
         answer = self._answers[index]
         if answer.stream.finished:
             return None
-        if output.finish_reason in ("error", "abort"):
-            raise ApiError(500, f"the answer ended early: {output.error or 'it was aborted'}", code="generation_failed")
+        if output.finish_reason == "error":
+            raise ApiError(500, f"the answer ended early: {output.error}", code="generation_failed")
         text = answer.stream.feed(output)
         self._measure(index, output, text, now)
         delta = Delta(index, text.text, text.token_ids, text.logprobs, text.finish_reason, text.stop_reason)
@@ -186,15 +190,19 @@ class Generation:
         return delta
 
     def _measure(self, index: int, output: Output, text: TextDelta, now: float) -> None:
-        answer, metrics = self._answers[index], self._backend.metrics
-        if not answer.began:
-            metrics.observe_first(now - self._began)
-            if index % self._params.n == 0:
-                self.usage.cached_tokens += output.num_cached_tokens
-        elif text.token_ids:
-            metrics.observe_gap(now - answer.last, len(text.token_ids))
-        answer.last = now
-        self.usage.completion_tokens += len(text.token_ids)
+        answer, metrics, usage = self._answers[index], self._backend.metrics, self.usage
+        if not answer.began and index % self._params.n == 0:
+            usage.cached_tokens += output.num_cached_tokens
+        if text.token_ids:
+            if answer.last is None:
+                metrics.observe_first(now - self._began)
+            else:
+                metrics.observe_gap(now - answer.last, len(text.token_ids))
+            answer.last = now
+        num_accepted = min(output.num_accepted_tokens, len(text.token_ids))  # a stop string may come before the others
+        usage.accepted_tokens += num_accepted
+        usage.rejected_tokens += output.num_draft_tokens - num_accepted
+        usage.completion_tokens += len(text.token_ids)
         if text.finish_reason is not None:
             metrics.observe_end(now - self._began)
 

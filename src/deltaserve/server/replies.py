@@ -29,11 +29,18 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class UsageReply(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    """Where there were drafts."""
 
 
 class CompletionChoice(msgspec.Struct):
@@ -83,11 +90,13 @@ class Reply(msgspec.Struct, kw_only=True):
 
 
 def usage_reply(usage: Usage) -> UsageReply:
+    details = CompletionDetails(usage.accepted_tokens, usage.rejected_tokens)
     return UsageReply(
         usage.prompt_tokens,
         usage.completion_tokens,
         usage.prompt_tokens + usage.completion_tokens,
         PromptDetails(usage.cached_tokens),
+        details if usage.accepted_tokens or usage.rejected_tokens else UNSET,
     )
 
 
