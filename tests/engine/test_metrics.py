@@ -24,6 +24,7 @@ STATS = Stats(
     preemptions=13,
     finished={"stop": 14, "length": 15},
     aborts={"disconnect": 16},
+    tokens_a_step={1: 17, 2: 18, 4: 19, 12: 1},
 )
 
 
@@ -58,6 +59,13 @@ def test_every_figure_of_the_engine_is_told() -> None:
         "requests_finished_total/stop": 14,
         "requests_finished_total/length": 15,
         "requests_aborted_total/disconnect": 16,
+        "tokens_per_step_bucket/1.0": 17,
+        "tokens_per_step_bucket/2.0": 35,
+        "tokens_per_step_bucket/3.0": 35,
+        "tokens_per_step_bucket/9.0": 54,
+        "tokens_per_step_bucket/+Inf": 55,
+        "tokens_per_step_count": 55,
+        "tokens_per_step_sum": 17 + 2 * 18 + 4 * 19 + 12,
     }
     assert {name: told[name] for name in expected} == expected
 

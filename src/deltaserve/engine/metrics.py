@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from deltaserve.core.stats import CacheUsage, Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+MAX_TOKENS_A_STEP = 9
+"""The last bucket: a token and the longest chain of drafts."""
 FAST = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
@@ -53,12 +55,22 @@ LABELLED: list[tuple[str, str, str, Callable[[Stats], Mapping[Any, int]]]] = [
     ("lost_prompt_tokens", "Prompt tokens wanted and not saved, by reason.", "reason", lambda s: s.lost_tokens),
     ("draft_tokens_at", "Drafts that were verified, by their place in the chain.", "place", lambda s: s.drafted_at),
     ("accepted_tokens_at", "Drafts that were right, by their place in the chain.", "place", lambda s: s.accepted_at),
-    ("rows", "Rows of requests past their prompt, by the tokens they gave.", "tokens", lambda s: s.tokens_a_step),
 ]
 
 
 def usage_ratio(cache: CacheUsage) -> float:
     return max(cache.blocks_used / max(1, cache.blocks_total), cache.slots_used / max(1, cache.slots_total))
+
+
+def tokens_per_step(counts: Mapping[int, int]) -> Metric:
+    """How often a step gave a request so many tokens, with a bucket for each number: sum by count is their mean."""
+    below = [(f"{most}.0", sum(n for k, n in counts.items() if k <= most)) for most in range(1, MAX_TOKENS_A_STEP + 1)]
+    return HistogramMetricFamily(
+        "deltaserve_tokens_per_step",
+        "Tokens that a step gave a request past its prompt: 1 and the right drafts.",
+        buckets=[*below, ("+Inf", sum(counts.values()))],
+        sum_value=sum(k * n for k, n in counts.items()),
+    )
 
 
 class StatsCollector(Collector):
@@ -78,6 +90,7 @@ class StatsCollector(Collector):
             for kind, value in sorted(count(stats).items()):
                 family.add_metric([str(kind)], value)
             yield family
+        yield tokens_per_step(stats.tokens_a_step)
 
 
 class Metrics:
