@@ -18,9 +18,10 @@ VOCAB_SIZE = 2048
 EOS = (2034, 2032)
 NUM_BLOCKS, NUM_SLOTS = 4096, 512
 
-RAISE, DIE, NOT_FINITE, HANG, NOT_FINITE_LATER = 9001, 9002, 9003, 9004, 9005
+RAISE, DIE, NOT_FINITE, HANG, NOT_FINITE_LATER, BURSTS = 9001, 9002, 9003, 9004, 9005, 9010
 """Seeds that make a step raise, the process die, the request end with an error at once, the engine stand still, the
-request end with an error at its fourth token."""
+request end with an error at its fourth token, each step but the first give two tokens as one of two drafts is right.
+"""
 STILL_SECONDS = 60.0
 
 
@@ -106,7 +107,7 @@ class ScriptedEngine:
             reason = "stop"
         elif running.num_tokens >= min(room, params.max_tokens or room):
             reason = "length"
-        return Output(
+        output = Output(
             request_id=request.request_id,
             token_ids=[token],
             logprobs=None if params.logprobs is None else [score(token, params.logprobs)],
@@ -115,6 +116,12 @@ class ScriptedEngine:
             stop_token_id=token if reason == "stop" else None,
             num_cached_tokens=len(prompt) // 2 if number == 0 else 0,
         )
+        if params.seed == BURSTS and number and reason is None and running.num_tokens + 1 < (params.max_tokens or room):
+            output.token_ids.append(prompt[running.num_tokens % len(prompt)])
+            output.num_draft_tokens, output.num_accepted_tokens = 2, 1
+            running.num_tokens += 1
+            self.generated += 1
+        return output
 
     def stats(self) -> Stats:
         usage = CacheUsage(

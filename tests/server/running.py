@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import uvicorn
 
 from deltaserve.config import EngineConfig
 from deltaserve.core.stats import Stats
@@ -20,6 +19,7 @@ from deltaserve.engine.client import EngineClient, EngineLaunch
 from deltaserve.engine.tokenizer import Tokenizer
 from deltaserve.server.app import Service, make_app, make_service
 from deltaserve.server.config import ServerConfig
+from deltaserve.server.connection import http_config
 from deltaserve.server.lifecycle import HttpServer
 from tests.engine.scripted import BUILTIN
 
@@ -101,8 +101,7 @@ def running(factory: str = "fast", server: ServerConfig | None = None, **config:
         try:
             await client.start()
             service = make_service(client, server or ServerConfig(), "scripted", BUILTIN)
-            options = {"log_config": None, "lifespan": "off", "timeout_graceful_shutdown": 1}
-            http = HttpServer(uvicorn.Config(make_app(service), log_level="warning", **options))  # type: ignore[arg-type]
+            http = HttpServer(http_config(make_app(service), service.config))
             made.append((http, service))
             ready.set()
             await http.serve(sockets=[listener])

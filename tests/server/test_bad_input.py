@@ -61,12 +61,17 @@ def test_bodies_that_are_no_request(server: Running, path: str, body: bytes, wor
     assert told["type"] == "invalid_request_error"
 
 
+INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 FIELDS: list[tuple[dict[str, Any], str, str]] = [
     # fields, the param that is named, words of the message
     ({"prompt": ""}, "prompt", "empty"),
     ({"prompt": []}, "prompt", "empty"),
     ({"prompt": [[]]}, "prompt", "empty"),
-    ({"prompt": None}, "prompt", "empty"),
+    ({"prompt": None}, "prompt", "null; it must be a string, a list of strings"),
+    ({"prompt": {}}, "prompt", "{}; it must be a string, a list of strings"),
+    ({"prompt": False}, "prompt", "False; it must be a string, a list of strings"),
+    ({"prompt": 0}, "prompt", "0; it must be a string, a list of strings"),
     ({"prompt": [""]}, "prompt", "empty"),
     ({"prompt": 5}, "prompt", "it must be a string, a list of strings"),
     ({"prompt": ["a", 5]}, "prompt", "it must be"),
@@ -97,7 +102,13 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 0}, "max_tokens", "echo"),
     ({"max_tokens": 4097}, "max_tokens", "the context holds 4096 tokens"),
     ({"max_tokens": 1.5}, "max_tokens", "1.5; it must be of type int"),
-    ({"max_tokens": True}, "max_tokens", "int"),
+    *(({name: True}, name, "True; it must be of type int") for name in INTEGERS),
+    *(({name: True}, name, "True; it must be of type float") for name in FLOATS),
+    ({"stop_token_ids": [True]}, "stop_token_ids[0]", "int"),
+    ({"logit_bias": {"5": True}}, "logit_bias[...]", "float"),
+    ({"best_of": True}, "best_of", "True, and best_of is not supported"),
+    ({"length_penalty": True}, "length_penalty", "not supported"),
+    ({"use_beam_search": 0}, "use_beam_search", "not supported"),
     ({"min_tokens": 20}, "min_tokens", "above max_tokens 16"),
     ({"n": 0}, "n", "0; it must lie in"),
     ({"n": 10**9}, "n", f"{10**9}; it must lie in [1, {MAX_N}]"),
@@ -151,6 +162,13 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "[0, 20]"),
     ({"logprobs": 3}, "logprobs", "bool"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1; it must lie in"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0, which gives nothing"),
+    ({"max_completion_tokens": 5000}, "max_completion_tokens", "max_completion_tokens is 5000; the context holds"),
+    ({"max_completion_tokens": True}, "max_completion_tokens", "int"),
+    ({"max_completion_tokens": 5, "min_tokens": 6}, "min_tokens", "above max_completion_tokens 5"),
+    ({"max_tokens": -1}, "max_tokens", "max_tokens is -1; it must lie in"),
+    ({"logprobs": True, "top_logprobs": True}, "top_logprobs", "int"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one"),
     ({"continue_final_message": True}, "continue_final_message", "last message of the assistant"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "may not set messages"),

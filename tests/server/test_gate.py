@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +15,12 @@ import httpx
 import pytest
 
 import deltaserve
+from deltaserve.server import app, protocol
 from deltaserve.server.config import ServerConfig
 from tests.server.running import TOKENIZER, Running, error, ok, running
 
 COMPLETIONS = "/v1/completions"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +103,21 @@ def test_a_server_that_drains_takes_no_work() -> None:
         assert server.http.get("/metrics").status_code == 200
 
 
+@pytest.mark.parametrize("fields", [{"prompt": "a"}, {"prompt": "a", "stream": True}])
+def test_work_that_comes_while_the_server_drains_is_refused(fields: dict[str, Any]) -> None:
+    with running("fast") as server:
+        body = json.dumps(fields).encode()
+        peer = begin(server, HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
+        peer.sendall(body[:5])
+        time.sleep(0.1)  # it is let in
+        server.service.draining = True
+        peer.sendall(body[5:])
+        answer = rest(peer)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 1" in answer.lower()
+        assert b"shutting_down" in answer
+
+
 def test_health_tells_a_dead_engine() -> None:
     with running("slow") as server:
         assert ok(server.http.get("/health")) == {"status": "ok"}
@@ -119,6 +140,143 @@ def test_health_tells_an_engine_that_stands_still() -> None:
         assert "has not answered for 0.3 s" in told["message"] or "none has moved" in told["message"]
         assert time.monotonic() - start < 3.0
         client.kill()
+
+
+# ---- clients that take their time ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Running]:
+    """Waits for nobody."""
+    config = ServerConfig(header_timeout=0.3, body_timeout=0.3, keep_alive_timeout=1)
+    with running("slow", config) as server:
+        yield server
+
+
+def begin(server: Running, data: bytes) -> socket.socket:
+    peer = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    peer.sendall(data)
+    return peer
+
+
+def rest(peer: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    with peer:
+        data = b""
+        while part := peer.recv(65536):
+            data += part
+        return data
+
+
+def drip(peer: socket.socket, data: bytes) -> bytes:
+    """Sends a byte now and then, without an end, until the server closes the connection."""
+    end, answer = time.monotonic() + 20, b""
+    with peer:
+        peer.settimeout(0.05)
+        while time.monotonic() < end:
+            try:
+                peer.sendall(data)
+                part = peer.recv(65536)
+                if not part:
+                    return answer
+                answer += part
+            except TimeoutError:
+                continue
+            except OSError:  # a byte of ours met a closed end
+                return answer
+    raise AssertionError("the connection is kept for ever")
+
+
+def test_a_head_that_does_not_end_is_answered(hasty: Running) -> None:
+    answer = rest(begin(hasty, HEAD))
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    told = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert (told["code"], told["type"]) == ("request_timeout", "invalid_request_error")
+    assert "head has not come within 0.3 s" in told["message"]
+
+
+@pytest.mark.parametrize(
+    ("head", "byte"), [(HEAD, b"x"), (HEAD + b"content-length: 100000\r\n\r\n", b" ")], ids=["head", "body"]
+)
+def test_bytes_now_and_then_are_no_way_to_stay(hasty: Running, head: bytes, byte: bytes) -> None:
+    answer = drip(begin(hasty, head), byte)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"request_timeout" in answer
+
+
+def test_a_refused_body_is_not_waited_for(hasty: Running) -> None:
+    answer = drip(begin(hasty, HEAD.replace(b"completions", b"nothing") + b"content-length: 100000\r\n\r\n"), b" ")
+    assert answer.startswith(b"HTTP/1.1 404 ")
+
+
+def test_a_body_that_does_not_end_is_answered(hasty: Running) -> None:
+    peer = begin(hasty, HEAD + b"content-length: 100\r\n\r\n{")
+    answer = rest(peer)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"the body has not come within 0.3 s" in answer
+
+
+def test_a_connection_without_a_request_is_closed(hasty: Running) -> None:
+    assert rest(begin(hasty, b"")) == b""
+    answer = rest(begin(hasty, b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_second_head_has_its_own_time(hasty: Running) -> None:
+    peer = begin(hasty, b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+    answer = b""
+    while not answer.endswith(b"}"):
+        answer += peer.recv(65536)
+    peer.sendall(HEAD)
+    assert rest(peer).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_long_answer_is_no_fault_of_the_client(hasty: Running) -> None:
+    for stream in (False, True):
+        hasty.post(COMPLETIONS, prompt="a", max_tokens=100, stream=stream).raise_for_status()
+    hasty.wait_until_idle()
+
+
+def test_a_large_body_is_read_beside_the_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: list[str] = []
+    read_json = protocol.read_json
+
+    def read(body: bytes) -> dict[str, Any]:
+        readers.append(threading.current_thread().name)
+        return read_json(body)
+
+    monkeypatch.setattr(app, "read_json", read)
+    server.complete(prompt="a", max_tokens=1)
+    error(server.post(COMPLETIONS, prompt=[5] * 100_000), 400)
+    small, large = readers
+    assert small != large
+
+
+# ---- heads and upgrades --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/version", "/v1/models", "/v1/models/scripted"])
+def test_a_head_is_what_get_answers_without_the_body(server: Running, path: str) -> None:
+    head, whole = server.http.head(path), server.http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    if path != "/metrics":
+        assert head.headers["content-length"] == str(len(whole.content))
+    assert server.http.head("/nothing").status_code == 404
+    assert server.http.head(COMPLETIONS).status_code == 405
+
+
+def test_an_upgrade_is_not_taken_and_no_cause_for_alarm(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    headers = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-key": "x", "sec-websocket-version": "13"}
+    with caplog.at_level(logging.INFO):
+        assert server.http.get("/version", headers=headers).status_code == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_there_is_no_page_that_loads_scripts_from_elsewhere(server: Running, path: str) -> None:
+    assert server.http.get(path).status_code == 404
 
 
 # ---- routes about the model ----------------------------------------------------------------------------------------

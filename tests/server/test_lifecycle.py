@@ -22,6 +22,10 @@ import pytest
 from tests.server.running import error
 
 ROOT = Path(__file__).parents[2]
+FOR_EVER = 3600.0
+"""Seconds. Whatever ends does not wait for a timeout of so long, however slow the machine is."""
+PATIENCE = 60.0
+"""Seconds until a test gives up: no statement about speed."""
 SCRIPT = """
 import logging, sys
 from deltaserve.config import EngineConfig
@@ -45,7 +49,7 @@ class Process:
         assert process.stdout is not None
         line = process.stdout.readline().split()
         assert line[:2] == ["ready", "builtin"], f"not ready: {line}"
-        self.http = httpx.Client(base_url=line[2], verify=False, timeout=20)
+        self.http = httpx.Client(base_url=line[2], verify=False, timeout=PATIENCE)
         self.port = int(line[2].rsplit(":", 1)[1])
         self.engine = next(
             child for child in psutil.Process(process.pid).children() if "deltaserve.engine.process" in child.cmdline()
@@ -76,15 +80,15 @@ class Process:
             time.sleep(0.01)
         return thread, answers
 
-    def ends(self, seconds: float = 10.0) -> int:
+    def ends(self) -> int:
         """Its exit code; its engine is gone too."""
-        code = self.process.wait(seconds)
-        self.engine.wait(2)
+        code = self.process.wait(PATIENCE)
+        self.engine.wait(PATIENCE)
         return code
 
 
 @contextlib.contextmanager
-def serving(factory: str = "slow", shutdown_timeout: float = 20.0) -> Iterator[Process]:
+def serving(factory: str = "slow", shutdown_timeout: float = FOR_EVER) -> Iterator[Process]:
     command = [sys.executable, "-c", SCRIPT, factory, str(shutdown_timeout)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
@@ -102,25 +106,24 @@ def last_event(response: httpx.Response) -> dict[str, Any]:
 
 def test_sigterm_lets_running_requests_finish() -> None:
     with serving() as server:
-        whole, whole_answers = server.later(max_tokens=100)
-        stream, stream_answers = server.later(max_tokens=100, stream=True)
+        whole, whole_answers = server.later(max_tokens=300)
+        stream, stream_answers = server.later(max_tokens=300, stream=True)
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
+        while server.get("/health").status_code == 200:
+            time.sleep(0.01)
         assert error(server.post(), 503)["code"] == "shutting_down"
         assert server.get("/health").status_code == 503
-        whole.join(10)
-        stream.join(10)
-        assert whole_answers[0].json()["usage"]["completion_tokens"] == 100
+        whole.join(PATIENCE)
+        stream.join(PATIENCE)
+        assert whole_answers[0].json()["usage"]["completion_tokens"] == 300
         assert stream_answers[0].text.endswith("data: [DONE]\n\n")
         assert server.ends() == 0
 
 
 def test_an_idle_server_ends_at_once() -> None:
     with serving() as server:
-        start = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         assert server.ends() == 0
-        assert time.monotonic() - start < 10, "it waits for the shutdown timeout of 20 s"
 
 
 def test_what_outlasts_the_timeout_is_answered_with_an_error() -> None:
@@ -128,8 +131,8 @@ def test_what_outlasts_the_timeout_is_answered_with_an_error() -> None:
         whole, whole_answers = server.later(max_tokens=4000)
         stream, stream_answers = server.later(max_tokens=4000, stream=True)
         server.process.send_signal(signal.SIGTERM)
-        whole.join(10)
-        stream.join(10)
+        whole.join(PATIENCE)
+        stream.join(PATIENCE)
         assert "shutting down" in error(whole_answers[0], 503)["message"]
         assert "shutting down" in last_event(stream_answers[0])["error"]["message"]
         assert server.ends() == 0
@@ -140,14 +143,14 @@ def test_a_second_signal_ends_it_at_once() -> None:
         peer = socket.create_connection(("127.0.0.1", server.port))
         body = json.dumps({"prompt": "a", "max_tokens": 4000})
         peer.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
-        time.sleep(0.2)
+        while not server.num_running():
+            time.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        while server.get("/health").status_code == 200:
+            time.sleep(0.01)
         assert server.process.poll() is None, "the first signal waits for what runs"
-        start = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert server.ends() != 0
-        assert time.monotonic() - start < 10, "it waits for the shutdown timeout of 20 s"
         peer.close()
 
 
@@ -156,8 +159,8 @@ def test_a_dead_engine_ends_the_server() -> None:
         whole, whole_answers = server.later(max_tokens=4000)
         stream, stream_answers = server.later(max_tokens=4000, stream=True)
         os.kill(server.engine.pid, signal.SIGKILL)
-        whole.join(10)
-        stream.join(10)
+        whole.join(PATIENCE)
+        stream.join(PATIENCE)
         assert "signal 9" in error(whole_answers[0], 503)["message"]
         assert "signal 9" in last_event(stream_answers[0])["error"]["message"]
         assert server.ends() == 1
@@ -174,7 +177,7 @@ def test_a_killed_server_takes_its_engine_along() -> None:
     with serving() as server:
         assert server.post(max_tokens=10).status_code == 200
         server.process.kill()
-        server.engine.wait(5)
+        server.engine.wait(PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +186,7 @@ def test_a_killed_server_takes_its_engine_along() -> None:
 )
 def test_a_start_that_fails_ends_with_an_error(factory: str, words: str) -> None:
     command = [sys.executable, "-c", SCRIPT, factory, "1"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE, check=False)
     assert run.returncode != 0
     assert words in run.stderr
     assert run.stdout == ""
@@ -199,7 +202,7 @@ def test_while_the_model_loads_health_says_so() -> None:
             told = error(first_answer(f"http://127.0.0.1:{port}/health"), 503)
             assert told["code"] == "loading"
             process.send_signal(signal.SIGTERM)
-            assert process.wait(10) == 0
+            assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
 
@@ -211,7 +214,7 @@ def free_port() -> int:
 
 
 def first_answer(url: str) -> httpx.Response:
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     with httpx.Client(verify=False) as client:
         while True:
             try:
@@ -230,7 +233,7 @@ def test_a_port_in_use_is_told_before_anything_loads() -> None:
             capture_output=True,
             text=True,
             cwd=ROOT,
-            timeout=30,
+            timeout=PATIENCE,
             check=False,
         )
     assert run.returncode != 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.engine import scripted
 from tests.server.running import TOKENIZER, Running, running
 
 PATH = "/v1/completions"
@@ -57,3 +58,22 @@ def test_what_is_held_is_told(slow: Running) -> None:
         assert now["cache_usage_ratio"] == 8 / 512
         assert (now["kv_blocks_capacity"], now["state_slots_capacity"]) == (4096, 512)
     slow.wait_until_idle()
+
+
+def test_what_an_answer_that_fails_takes_along_is_no_disconnect() -> None:
+    with running("slow") as server:
+        for stream in (False, True):
+            server.post(PATH, prompt=TEXT, seed=scripted.NOT_FINITE_LATER, n=3, max_tokens=4000, stream=stream)
+        server.wait_until_idle()
+        now = told(server)
+        assert now["requests_finished_total/error"] == 2
+        assert now["requests_aborted_total/error"] == 4
+        assert "requests_aborted_total/disconnect" not in now
+
+
+def test_a_prompt_alone_has_no_first_token() -> None:
+    with running("fast") as server:
+        server.complete(prompt=[5, 6, 7, 8], max_tokens=0, echo=True, logprobs=1)
+        now = told(server)
+        assert now["time_to_first_token_seconds_count"] == now["inter_token_latency_seconds_count"] == 0
+        assert now["request_duration_seconds_count"] == 1

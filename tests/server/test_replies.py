@@ -88,6 +88,17 @@ def test_the_end_of_a_stream(kind: type[Style]) -> None:
     }
 
 
+@pytest.mark.parametrize("kind", STYLES)
+def test_drafts_are_told_where_there_were_some(kind: type[Style]) -> None:
+    style = kind("i", "m", Wishes(usage=True))
+    usage = Usage(4, 7, accepted_tokens=3, rejected_tokens=2)
+    (chunk,) = events(style.end(usage).removesuffix(DONE))
+    whole = json.loads(style.reply([[delta("x", finish="stop")]], usage))
+    for told in (chunk["usage"], whole["usage"]):
+        assert told["completion_tokens_details"] == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}
+        assert (told["completion_tokens"], told["total_tokens"]) == (7, 11)
+
+
 def test_what_json_cannot_write_has_a_number() -> None:
     completion = json.loads(
         CompletionStyle("i", "m", Wishes(logprobs=True)).reply([[delta("a", [TOKEN], "stop")]], Usage(1))

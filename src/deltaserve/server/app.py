@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -20,16 +21,17 @@ from deltaserve.engine.metrics import CONTENT_TYPE, Metrics
 from deltaserve.engine.tokenizer import GenerationDefaults, Tokenizer
 from deltaserve.server import chat, errors
 from deltaserve.server.config import ServerConfig
-from deltaserve.server.errors import ApiError, bad_request, unavailable
+from deltaserve.server.errors import ApiError, bad_request, shutting_down, unavailable
 from deltaserve.server.gate import Gate
 from deltaserve.server.generation import Backend, Generation, Prompt
 from deltaserve.server.params import chat_params, completion_params
-from deltaserve.server.prompts import encode_prompts, need, off_loop, read_prompts
+from deltaserve.server.prompts import count_prompts, encode_prompts, need, off_loop, read_prompts
 from deltaserve.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Message,
+    Read,
     SamplingFields,
     TokenizeRequest,
     UnknownFields,
@@ -38,6 +40,9 @@ from deltaserve.server.protocol import (
 )
 from deltaserve.server.replies import ChatStyle, CompletionStyle, Style, Wishes
 from deltaserve.server.stream import EventStream, whole
+
+LARGE_BODY = 64 << 10
+"""Bytes from which reading a body would hold up other requests for too long."""
 
 
 @dataclass
@@ -68,6 +73,15 @@ class Service:
                 "model",
                 "model_not_found",
             )
+
+    async def read(self, kind: type[Read], request: Request) -> tuple[Read, int]:
+        """A request's fields, and the size of its body. Raises ApiError."""
+        body = await request.body()
+
+        def read() -> Read:
+            return parse(kind, read_json(body), self.unknown)
+
+        return (await asyncio.to_thread(read) if len(body) > LARGE_BODY else read()), len(body)
 
     async def render(self, messages: list[Message], ask: ChatRequest | TokenizeRequest, size: int) -> list[int]:
         """A conversation as token ids. `size` is that of the whole request."""
@@ -105,6 +119,8 @@ class Service:
         params: SamplingParams,
         began: float,
     ) -> Response:
+        if self.draining:  # since the request was let in
+            raise shutting_down()
         skip = ask.skip_special_tokens is not False
         generation = Generation(self.backend, style.response_id, prompts, params, skip, ask.cache_salt, began)
         return EventStream(generation, style) if ask.stream else await whole(generation, style, request.receive)
@@ -142,6 +158,7 @@ def make_app(service: Service) -> FastAPI:
         Gate,
         api_keys=service.config.api_key,
         max_request_bytes=service.config.max_request_bytes,
+        body_timeout=service.config.body_timeout,
         is_draining=lambda: service.draining,
     )
     return app
@@ -157,11 +174,11 @@ def generating_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         began = time.monotonic()
-        ask = parse(CompletionRequest, read_json(await request.body()), service.unknown)
+        ask, size = await service.read(CompletionRequest, request)
         service.check_model(ask.model)
         params = completion_params(ask, service.defaults.sampling, service.max_model_len)
-        given = read_prompts(ask.prompt)
-        service.check_count(len(given), params.n)
+        service.check_count(count_prompts(ask.prompt), params.n)
+        given = await off_loop(size, lambda: read_prompts(ask.prompt), "prompt")
         special = ask.add_special_tokens is not False
         prompts = await encode_prompts(service.backend.tokenizer, given, special, bool(ask.echo))
         style = service.style(CompletionStyle, "cmpl", ask, ask.logprobs is not None)
@@ -170,11 +187,10 @@ def generating_routes(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         began = time.monotonic()
-        body = await request.body()
-        ask = parse(ChatRequest, read_json(body), service.unknown)
+        ask, size = await service.read(ChatRequest, request)
         service.check_model(ask.model)
         params = chat_params(ask, service.defaults.sampling, service.max_model_len)
-        prompt = Prompt(await service.render(ask.messages, ask, len(body)))
+        prompt = Prompt(await service.render(ask.messages, ask, size))
         style = service.style(ChatStyle, "chatcmpl", ask, bool(ask.logprobs))
         try:
             return await service.answer(request, ask, style, [prompt], params, began)
@@ -191,13 +207,12 @@ def tokenizing_routes(service: Service) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = await request.body()
-        ask = parse(TokenizeRequest, read_json(body), service.unknown)
+        ask, size = await service.read(TokenizeRequest, request)
         service.check_model(ask.model)
         if (ask.prompt is None) == (ask.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if ask.messages is not None:
-            tokens = await service.render(ask.messages, ask, len(body))
+            tokens = await service.render(ask.messages, ask, size)
         else:
             special = ask.add_special_tokens is not False
             (prompt,) = await encode_prompts(service.backend.tokenizer, [ask.prompt or ""], special, echo=False)
@@ -206,7 +221,7 @@ def tokenizing_routes(service: Service) -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        ask = parse(DetokenizeRequest, read_json(await request.body()), service.unknown)
+        ask, _ = await service.read(DetokenizeRequest, request)
         service.check_model(ask.model)
         tokenizer = need(service.backend.tokenizer)
         vocab_size = service.backend.client.info.vocab_size

@@ -21,6 +21,9 @@ class ServerConfig:
     api_key: tuple[str, ...] = _option((), "a key that clients must bring; may be given several times, each is valid")
     chat_template: str | None = _option(None, "file with a chat template to use instead of the checkpoint's")
     max_request_bytes: int = _option(8 << 20, "longest body of a request; a longer one is answered 413", "bytes")
+    header_timeout: float = _option(10.0, "a connection is closed when a request's head takes longer", "seconds")
+    body_timeout: float = _option(60.0, "a request whose body takes longer is answered 408", "seconds")
+    keep_alive_timeout: int = _option(30, "a connection without a request is closed after so long", "seconds")
     health_timeout: float = _option(30.0, "/health is 503 when the engine has not answered for so long", "seconds")
     shutdown_timeout: float = _option(30.0, "how long running requests may go on after SIGTERM", "seconds")
     log_level: Literal["debug", "info", "warning", "error"] = _option(
@@ -36,9 +39,10 @@ class ServerConfig:
             raise ValueError("api_key must be ASCII text without blanks around it, and not empty")
         if self.max_request_bytes < 1:
             raise ValueError(f"max_request_bytes is {self.max_request_bytes}; it must be at least 1")
-        for name in ("health_timeout", "shutdown_timeout"):
+        for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "health_timeout", "shutdown_timeout"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; it must be at least 0 and finite")
-        if self.health_timeout == 0:
-            raise ValueError("health_timeout is 0; it must be above 0, or nothing is ever healthy")
+        for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "health_timeout"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} is 0; it must be above 0, or nothing is ever answered or healthy")

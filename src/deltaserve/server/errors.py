@@ -61,6 +61,15 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
+def timed_out(message: str) -> ApiError:
+    """For a request that does not come to its end; what is left of it is nobody's."""
+    return ApiError(408, message, code="request_timeout", headers={"Connection": "close"})
+
+
+def shutting_down() -> ApiError:
+    return unavailable("the server is shutting down and takes no new work", "shutting_down")
+
+
 def api_error(failure: BaseException) -> ApiError | None:
     """The answer to what the engine's end raises; None for what is no affair of the user's."""
     match failure:

@@ -1,17 +1,18 @@
-"""What stands before every route: keys, the size of bodies, and refusal of work while the server shuts down.
+"""What stands before every route: keys, the size and time of bodies, and no work for a server that shuts down.
 
 Plain ASGI, so that a stream's chunks pass without a detour. Knows paths and headers, nothing of bodies' meaning.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deltaserve.server.errors import ApiError, unavailable
+from deltaserve.server.errors import ApiError, shutting_down, timed_out
 
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
 """Probes and scrapers bring no key."""
@@ -23,11 +24,16 @@ class Gate:
     """Lets a request through, or answers it."""
 
     def __init__(
-        self, app: ASGIApp, api_keys: Sequence[str], max_request_bytes: int, is_draining: Callable[[], bool]
+        self,
+        app: ASGIApp,
+        api_keys: Sequence[str],
+        max_request_bytes: int,
+        body_timeout: float,
+        is_draining: Callable[[], bool],
     ) -> None:
         self._app = app
         self._keys = [key.encode() for key in api_keys]
-        self._max_request_bytes = max_request_bytes
+        self._max_request_bytes, self._body_timeout = max_request_bytes, body_timeout
         self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,6 +44,8 @@ class Gate:
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # what GET answers; the HTTP server keeps the body to itself
+            scope = {**scope, "method": "GET"}
         await self._app(scope, self._counted(receive), send)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
@@ -52,7 +60,7 @@ class Gate:
         if length.isdecimal() and int(length) > self._max_request_bytes:
             return self._too_large(f"the body has {length} bytes")
         if path in WORK_PATHS and self._is_draining():
-            return unavailable("the server is shutting down and takes no new work", "shutting_down")
+            return shutting_down()
         return None
 
     def _knows(self, authorization: str) -> bool:
@@ -63,12 +71,18 @@ class Gate:
         return scheme.lower() == "bearer" and any(known)
 
     def _counted(self, receive: Receive) -> Receive:
-        """The body in parts, as long as it stays within the limit."""
-        total = 0
+        """The body in parts, as long as it stays within the limits."""
+        total, is_whole = 0, False
+        end = asyncio.get_running_loop().time() + self._body_timeout
 
         async def count() -> Message:
-            nonlocal total
-            message = await receive()
+            nonlocal total, is_whole
+            try:
+                async with asyncio.timeout_at(None if is_whole else end):
+                    message = await receive()
+            except TimeoutError:
+                raise timed_out(f"the body has not come within {self._body_timeout:g} s") from None
+            is_whole = not message.get("more_body", False)
             if message["type"] == "http.request":
                 total += len(message.get("body", b""))
                 if total > self._max_request_bytes:

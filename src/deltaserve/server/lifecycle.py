@@ -24,6 +24,7 @@ from deltaserve.engine.client import EngineClient, EngineLaunch
 from deltaserve.engine.messages import EngineInfo
 from deltaserve.engine.stream import EngineStoppedError
 from deltaserve.server.config import ServerConfig
+from deltaserve.server.connection import http_config
 from deltaserve.server.front import Front
 
 if TYPE_CHECKING:
@@ -34,9 +35,6 @@ logger = logging.getLogger(__name__)
 Announce = Callable[[EngineInfo, str, str], None]
 """Told when the server is ready: the engine, the model's name in the API, the address."""
 
-KEEP_ALIVE_SECONDS = 30
-CLOSE_SECONDS = 2
-"""How long connections may take to close at the end."""
 POLL_SECONDS = 0.02
 
 
@@ -93,19 +91,7 @@ class Lifecycle:
         self._template = read_template(config.chat_template)
         self._client = EngineClient(launch)
         self._front = Front()
-        self._http = HttpServer(
-            uvicorn.Config(
-                self._front,
-                log_config=None,
-                log_level="info" if config.log_level == "debug" else "warning",
-                access_log=config.log_level == "debug",
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=CLOSE_SECONDS,
-            )
-        )
+        self._http = HttpServer(http_config(self._front, config))
         self._service: Service | None = None
         self._draining: asyncio.Task[None] | None = None
         self._failure: str | None = None

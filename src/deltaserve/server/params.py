@@ -50,7 +50,12 @@ def chat_params(ask: ChatRequest, defaults: dict[str, Any], max_model_len: int) 
         )
     if ask.logprobs:
         values["logprobs"] = ask.top_logprobs or 0
-    return _checked(values, max_model_len)
+    try:
+        return _checked(values, max_model_len)
+    except ApiError as fault:
+        if ask.max_completion_tokens is not None and ask.max_tokens is None:
+            raise _renamed(fault, "max_tokens", "max_completion_tokens") from None
+        raise
 
 
 def _common(ask: SamplingFields, defaults: dict[str, Any], max_model_len: int) -> dict[str, Any]:
@@ -93,6 +98,12 @@ def _checked(values: dict[str, Any], max_model_len: int) -> SamplingParams:
             CONTEXT_EXCEEDED,
         )
     return params
+
+
+def _renamed(fault: ApiError, name: str, sent: str) -> ApiError:
+    """The complaint under the name that the client has sent."""
+    message = re.sub(rf"\b{name}\b", sent, fault.message)
+    return ApiError(fault.status, message, sent if fault.param == name else fault.param, fault.code)
 
 
 def name_the_field(fault: ValueError) -> ApiError:

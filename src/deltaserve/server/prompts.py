@@ -13,6 +13,8 @@ from deltaserve.server.protocol import shorten
 
 Made = TypeVar("Made")
 
+FORMS = "a string, a list of strings, a list of token ids or a list of lists of token ids"
+
 LONG_TEXT = 4096
 """Characters from which encoding would hold up other requests for too long."""
 
@@ -21,8 +23,8 @@ def read_prompts(prompt: Any) -> list[str] | list[list[int]]:
     """A string, a list of strings, a list of ids, a list of lists of ids. Raises ApiError for anything else."""
     if isinstance(prompt, str):
         return [prompt]
-    if not prompt:
-        raise bad_request("prompt is empty; give a text or token ids", "prompt")
+    if prompt is None or prompt == []:
+        raise bad_request(f"prompt is {'null' if prompt is None else 'empty'}; it must be {FORMS}", "prompt")
     if isinstance(prompt, list):
         texts: list[str] = prompt
         rows: list[list[int]] = prompt
@@ -33,15 +35,19 @@ def read_prompts(prompt: Any) -> list[str] | list[list[int]]:
         if all(_is_ids(row) for row in rows):
             return rows
     raise bad_request(
-        f"prompt is {shorten(prompt)}; it must be a string, a list of strings, a list of token ids "
-        "or a list of lists of token ids",
+        f"prompt is {shorten(prompt)}; it must be {FORMS}",
         "prompt",
         "wrong_type",
     )
 
 
+def count_prompts(prompt: Any) -> int:
+    """How many a field of any form has, without a look at each."""
+    return len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+
+
 def _is_ids(ids: Any) -> bool:
-    return type(ids) is list and all(type(token) is int for token in ids)
+    return type(ids) is list and set(map(type, ids)) <= {int}
 
 
 async def encode_prompts(

@@ -110,7 +110,8 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _one_of(*neutral: Any) -> Callable[[Any], bool]:
-    return lambda value: value in neutral
+    """Equal, and not a boolean in place of a number or the other way round."""
+    return lambda value: any(isinstance(value, bool) == isinstance(it, bool) and value == it for it in neutral)
 
 
 _NEVER = _one_of()

@@ -25,11 +25,17 @@ EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 @asynccontextmanager
 async def watched(generation: Generation, receive: Receive) -> AsyncIterator[None]:
-    """Closes the generation when the client disconnects, and in any case at the end."""
+    """Closes the generation when the client disconnects, and in any case at the end.
+
+    What fails takes along whatever else was asked for by the same request.
+    """
     watcher = asyncio.ensure_future(_until_gone(receive))
     watcher.add_done_callback(lambda _: generation.close())
     try:
         yield
+    except Exception:
+        generation.close("error")
+        raise
     finally:
         watcher.cancel()
         generation.close()
@@ -95,5 +101,6 @@ class EventStream(Response):
                 return
             except Exception as failure:
                 logger.debug("a stream ends early", exc_info=failure)
+                self._generation.close("error")
                 body = b"data: " + _shaped(failure).body() + b"\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": False})
