@@ -179,6 +179,25 @@ def test_step_that_fails_ends_the_engine(own_engine: Engine, monkeypatch: pytest
     own_engine.close()
 
 
+def test_a_step_in_flight_is_ended_before_the_engine_is_idle() -> None:
+    engine = Engine(EngineConfig(**SMALL, overlap="on"))
+    for name in "ab":
+        engine.add(request(name, [1, 2, 3], max_tokens=20, ignore_eos=True))
+    assert [len(output.token_ids) for output in engine.step()] == [1, 1]
+    assert engine.stats().steps == 2, "one has ended, and one is in flight"
+    assert engine.abort("a", "disconnect")
+    [output] = engine.step()
+    assert output.request_id == "b"
+    assert engine.abort("b", "disconnect")
+    assert engine.has_work()
+    assert engine.step() == []
+    assert not engine.has_work()
+    assert engine.step() == []
+    engine.add(request("a", [1, 2, 3]))
+    engine.step()
+    engine.close()
+
+
 def test_books_that_do_not_balance_end_the_engine(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     own_engine.add(request("a", [1], max_tokens=2))
     own_engine.step()
