@@ -1,0 +1,88 @@
+"""Where the time of a step goes: every kernel of decode steps and of a prompt, by torch's profiler. Needs a GPU.
+
+    python -m benchmarks.step_kernels --rows 1,32 --lengths 1024 -- preset=qwen3-next-80b-a3b-fp8 load_format=dummy
+
+What stands behind `--` are fields of EngineConfig. Prints, for each size, the kernels with their calls in a step, mean
+time and share, after the plain tables of `deltaserve bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltaserve.bench.floor import measure_rates
+from deltaserve.bench.report import environment, table, write
+from deltaserve.bench.steps import Stopwatch
+from deltaserve.config import EngineConfig
+from deltaserve.engine.engine import Engine
+
+
+def kernels_of(watch: Stopwatch, rows: int, prompt: int, steps: int) -> list[dict[str, Any]]:
+    """Kernels of one run, the longest in total first."""
+    watch.seconds(rows, prompt, 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        watch.seconds(rows, prompt, steps)
+    total: dict[str, float] = defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    for event in profile.events():
+        if event.device_type.name == "CUDA":
+            total[event.name] += event.self_device_time_total
+            count[event.name] += 1
+    everything = sum(total.values())
+    return [
+        {
+            "kernel": name[:60],
+            "calls": count[name] / steps,
+            "mean_us": total[name] / count[name],
+            "step_us": total[name] / steps,
+            "share": total[name] / everything,
+        }
+        for name in sorted(total, key=lambda name: -total[name])[:30]
+    ]
+
+
+def main(words: Sequence[str]) -> int:
+    own, fields = list(words), []
+    if "--" in own:
+        cut = own.index("--")
+        own, fields = own[:cut], own[cut + 1 :]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", default="1")
+    parser.add_argument("--lengths", default="")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--no-profile", action="store_true")
+    asked = parser.parse_args(own)
+    begin = time.perf_counter()
+    engine = Engine(EngineConfig(**{name: _value(text) for name, text in (field.split("=") for field in fields)}))
+    print(f"started in {time.perf_counter() - begin:.1f} s")
+    watch, where = Stopwatch(engine, measure_rates(engine.blueprint.device)), environment(engine.blueprint.device)
+    print(where, watch.rates)
+    watch.seconds(1, 64, 8)
+    rows, lengths = ([int(part) for part in text.split(",") if part] for text in (asked.rows, asked.lengths))
+    write([watch.decode(count) for count in rows], "decode", where, asked.json)
+    write([watch.prefill(length) for length in lengths], "prefill", where, asked.json)
+    if not asked.no_profile:
+        for count in rows:
+            print(f"decode, {count} rows (8 prompt tokens)")
+            print(table(kernels_of(watch, count, 8, 24)))
+        for length in lengths:
+            print(f"prefill, {length} tokens")
+            print(table(kernels_of(watch, 1, length, 1)))
+    engine.close()
+    return 0
+
+
+def _value(text: str) -> Any:
+    return {"True": True, "False": False}.get(text, int(text) if text.isdigit() else text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
