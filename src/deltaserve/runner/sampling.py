@@ -15,7 +15,7 @@ P, D, C, N rows picked for a stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from deltaserve.core.plan import RowResult, Seating
 from deltaserve.core.request import TokenLogprobs
 from deltaserve.ops.sampling import api as ops
 from deltaserve.runner.seat_params import RowParams, Seat, SeatParams
+from deltaserve.runner.token_counts import send
 
 _PIECE = 2**24
 """Logits that `prompt_logprobs` looks at at once; its temporaries are a few times as large."""
@@ -47,9 +48,10 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Sampled:
-    """
+    """What one step drew, on the device until somebody asks.
+
     Name          Shape    Dtype   Meaning
-    token_ids     [B, J]   int64   the new tokens, on the device
+    token_ids     [B, J]   int64   the new tokens
     num_tokens    [B]      int64   how many of them are meant: accepted drafts + 1
     ok            [B]      bool    the logits they came from were finite
     """
@@ -60,13 +62,21 @@ class Sampled:
     logprobs: dict[int, tuple[int, int]]
     """Request (its number in the step) -> its first row in `logprob_columns`, and how many it asks for."""
     logprob_columns: tuple[Tensor, ...]
+    _copied: list[_Copied] = field(default_factory=list, repr=False)
+
+    def start_copy(self) -> None:
+        """Begin to copy to the host all that `results` needs, without waiting. Later calls do nothing."""
+        if not self._copied:
+            # One copy instead of three.
+            table = torch.cat([self.num_tokens[:, None], self.ok[:, None].long(), self.token_ids], 1)
+            self._copied.append(_Copied.of([table, *self.logprob_columns]))
 
     def results(self) -> list[RowResult]:
-        """Copies to the host (waits for the device): tokens and logprobs, or the error, one per request."""
-        columns = [values.tolist() for values in self.logprob_columns]
+        """Waits for the copy, no longer: tokens and logprobs, or the error, one per request."""
+        self.start_copy()
+        table, *columns = self._copied[0].wait()
         results = []
-        steps = zip(self.token_ids.tolist(), self.num_tokens.tolist(), self.ok.tolist(), strict=True)
-        for request, (token_ids, num_tokens, ok) in enumerate(steps):
+        for request, (num_tokens, ok, *token_ids) in enumerate(table):
             if not ok:
                 results.append(RowResult(error=str(NonFiniteLogitsError())))
                 continue
@@ -76,6 +86,30 @@ class Sampled:
                 logprobs = _as_logprobs(columns, range(first, first + num_tokens), num_top)
             results.append(RowResult(token_ids=token_ids[:num_tokens], logprobs=logprobs))
         return results
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """Tensors on their way to the host."""
+
+    tensors: list[Tensor]
+    arrived: torch.Event | None
+    """None on a CPU, where they are the tensors themselves."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> _Copied:
+        device = tensors[0].device
+        if device.type == "cpu":
+            return cls(list(tensors), None)
+        pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
+        arrived = torch.Event(device)
+        arrived.record()
+        return cls(pinned, arrived)
+
+    def wait(self) -> list[list[Any]]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return [values.tolist() for values in self.tensors]
 
 
 class _Rows:
@@ -109,7 +143,7 @@ class _Rows:
         return self.seats[self.request[row]]
 
     def index(self, numbers: Sequence[Any]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        return send(torch.tensor(numbers, dtype=torch.int64), self._device)
 
     def positions(self) -> list[int] | Tensor:
         """Of every row."""
@@ -178,9 +212,8 @@ class Sampler:
         assert logits_RV.shape == (len(rows), self._vocab_size), (
             f"sampling: logits {tuple(logits_RV.shape)} for {len(rows)} rows, vocabulary {self._vocab_size}"
         )
-        params = self._params.rows([seats[request] for request in rows.request], rows.positions())
-        token_R = self._choose(self._adjust(logits_RV, rows, params), rows, params)
-        token_BJ, num_B, ok_B = rows.walk(token_R, ops.is_finite(logits_RV))
+        token_R, ok_R = self._draw_checked(logits_RV, seats, rows)
+        token_BJ, num_B, ok_B = rows.walk(token_R, ok_R)
         counted = [b for b, seat in enumerate(rows.seats) if seat.count_row is not None]
         if counted:
             row_N = rows.index([rows.seats[b].count_row for b in counted])
@@ -196,8 +229,7 @@ class Sampler:
         the drafts before it. Logits that are not finite give some token.
         """
         rows = _Rows([self._params[seat] for seat in seats], positions, Drafts((0,) * len(seats), self._tensor(())))
-        params = self._params.rows(seats, positions)
-        tokens: list[int] = self._choose(self._adjust(logits_BV, rows, params), rows, params).tolist()
+        tokens: list[int] = self._draw_checked(logits_BV, seats, rows)[0].tolist()
         return tokens
 
     def prompt_logprobs(self, logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -217,6 +249,14 @@ class Sampler:
             columns = (tokens, *ops.token_logprobs(logits_NV[first : first + piece], tokens, num_top))
             found += _as_logprobs([values.tolist() for values in columns], range(len(tokens)), num_top)
         return found
+
+    def _draw_checked(self, logits_RV: Tensor, seats: Sequence[int], rows: _Rows) -> tuple[Tensor, Tensor]:
+        """The token of every row, and whether the row is finite."""
+        if all(seat.is_plain for seat in rows.seats):
+            return ops.greedy_checked(logits_RV)
+        params = self._params.rows([seats[request] for request in rows.request], rows.positions())
+        token_R = self._choose(self._adjust(logits_RV, rows, params), rows, params)
+        return token_R, ops.is_finite(logits_RV)
 
     def _adjust(self, logits_RV: Tensor, rows: _Rows, params: RowParams) -> Tensor:
         """Penalties, bias and bans: the logits that the tokens are drawn from."""
@@ -280,23 +320,23 @@ class Sampler:
         return where, (token_R[row_N], *columns)
 
     def _tensor(self, numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype, device=self._device)
+        return send(torch.tensor(numbers, dtype=dtype), self._device)
 
 
 def _draw(target_DV: Tensor, seats: Sequence[Seat], params: RowParams) -> Tensor:
     """From the temperature on. `seats` and `params` are those of the rows."""
-    weight_DV = ops.weigh(target_DV, params.temperature.to(target_DV.dtype))
-    cut = [row for row, seat in enumerate(seats) if seat.cut_width]
-    width = max(seat.cut_width for seat in seats)
-    if len(cut) == len(seats):
-        weight_DV = ops.cut_top(weight_DV, target_DV, params.top_k, params.top_p, width)
-    elif cut:
-        cut_C = torch.tensor(cut, device=target_DV.device)
-        limits = (params.top_k[cut_C], params.top_p[cut_C])
-        weight_DV[cut_C] = ops.cut_top(weight_DV[cut_C], target_DV[cut_C], *limits, width)
-    if any(seat.min_p for seat in seats):
-        weight_DV = ops.cut_min(weight_DV, params.min_p)
-    return ops.draw(weight_DV, ops.uniform(params.key, params.position))
+    return ops.sample(
+        target_DV,
+        params.temperature.to(target_DV.dtype),
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.key,
+        params.position,
+        [seat.cut_width for seat in seats],
+        any(seat.top_p for seat in seats),
+        any(seat.min_p for seat in seats),
+    )
 
 
 def _as_logprobs(columns: Sequence[list[Any]], rows: range, num_top: int) -> list[TokenLogprobs]:

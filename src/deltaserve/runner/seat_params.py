@@ -19,7 +19,7 @@ from torch import Tensor
 from deltaserve.core.plan import Seating
 from deltaserve.core.request import SamplingParams
 from deltaserve.ops.sampling.api import stream_key
-from deltaserve.runner.token_counts import TokenCounts
+from deltaserve.runner.token_counts import TokenCounts, send
 
 TOKEN_STREAM = 0
 """The noise that draws tokens. Another use of a request's seed takes another stream."""
@@ -38,6 +38,7 @@ class Seat:
     greedy: bool
     cut_width: int
     """How many logits top-k and top-p must see sorted; 0 when both cut nothing."""
+    top_p: bool
     min_p: bool
     num_logprobs: int | None
     count_row: int | None
@@ -48,6 +49,11 @@ class Seat:
     """Token ids that may not come before min_tokens ..."""
     free_from: int
     """... which is the token of this number in the sequence."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Takes the most likely token of the logits as they are."""
+        return self.greedy and self.count_row is None and not self.bias and self.banned is None
 
 
 class RowParams(NamedTuple):
@@ -100,6 +106,7 @@ class SeatParams:
         self._seats[seating.seat] = Seat(
             greedy=params.temperature == 0,
             cut_width=top_k if top_k < self._vocab_size or params.top_p < 1 else 0,
+            top_p=params.top_p < 1,
             min_p=params.min_p > 0,
             num_logprobs=None if params.logprobs is None else min(params.logprobs, self._vocab_size),
             count_row=self.counts.take(seating.token_ids, seating.num_prompt) if penalties != (1, 0, 0) else None,
@@ -117,7 +124,7 @@ class SeatParams:
         table = self._table[list(seats)]
         if not isinstance(positions, Tensor):
             table[:, -1] = positions
-        table_RX = torch.from_numpy(table).to(self._device, non_blocking=True)
+        table_RX = send(torch.from_numpy(table), self._device)
         floats = table_RX[:, :_NUM_FLOATS].view(torch.float64).unbind(1)
         integers = table_RX[:, _NUM_FLOATS:].unbind(1)
         if isinstance(positions, Tensor):
@@ -136,4 +143,4 @@ class SeatParams:
         return self._tensor(ids) if ids and params.min_tokens > 0 else None
 
     def _tensor(self, numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype, device=self._device)
+        return send(torch.tensor(numbers, dtype=dtype), self._device)

@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device, without waiting for it; on a CPU the tensor itself."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
 class TokenCounts:
     """Rows of counts, handed out by number. Memory grows with the most rows in use at once: 5 bytes * V each."""
 
@@ -30,11 +35,10 @@ class TokenCounts:
             self._grow()
         row = self._free.pop()
         device = self._output_PV.device
-        tokens = torch.tensor(token_ids, dtype=torch.int64, device=device)
+        tokens = send(torch.tensor(token_ids, dtype=torch.int64), device)
         output = tokens[num_prompt:]
-        self._prompt_PV[row] = False
-        self._prompt_PV[row, tokens[:num_prompt]] = True
-        self._output_PV[row] = 0
+        self._prompt_PV[row].fill_(False).index_fill_(0, tokens[:num_prompt], True)
+        self._output_PV[row].fill_(0)
         self._output_PV[row].index_add_(0, output, torch.ones(len(output), dtype=torch.int32, device=device))
         return row
 

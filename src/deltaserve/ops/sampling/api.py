@@ -9,8 +9,12 @@ Shape letters: R rows, V vocabulary, N tokens that are looked up, K most likely 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
+from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.sampling import reference
 
 WEIGHT_ONE = reference.WEIGHT_ONE
@@ -24,6 +28,8 @@ def is_finite(logits_RV: Tensor) -> Tensor:
 
     Finite rows whose largest and smallest logits are further apart than the largest float count as not finite.
     """
+    if has_kernels(logits_RV):
+        return greedy_checked(logits_RV)[1]
     return reference.is_finite(logits_RV)
 
 
@@ -58,7 +64,26 @@ def penalize(
 
 def greedy(logits_RV: Tensor) -> Tensor:
     """The most likely token of each row, of equals the lowest id. Returns [R] int64."""
+    if has_kernels(logits_RV):
+        return greedy_checked(logits_RV)[0]
     return reference.greedy(logits_RV)
+
+
+def greedy_checked(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """`greedy` and `is_finite` in one pass over the logits; rows that are not finite get some token.
+
+    Does not wait for a GPU, and its shapes follow from the logits': it can be part of a graph that is replayed.
+
+    Name      Shape    Dtype       Meaning
+    logits    [R, V]   any float
+    returns   [R]      int64       the most likely token, of equals the lowest id
+              [R]      bool        whether the row is finite
+    """
+    if has_kernels(logits_RV):
+        from deltaserve.ops.sampling.triton_greedy import extremes
+
+        return extremes(logits_RV)[:2]
+    return greedy(logits_RV), is_finite(logits_RV)
 
 
 def weigh(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
@@ -131,6 +156,58 @@ def draw(weight_RV: Tensor, uniform_R: Tensor) -> Tensor:
     returns   [R]      int64     a token of positive weight
     """
     return reference.draw(weight_RV, uniform_R)
+
+
+def sample(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    key_R: Tensor,
+    position_R: Tensor,
+    cut_widths: Sequence[int],
+    has_top_p: bool,
+    has_min_p: bool,
+) -> Tensor:
+    """`weigh`, `cut_top`, `cut_min` and `draw` with `uniform` noise, as far as the rows need them.
+
+    On a GPU nothing is sorted and nothing waits; its exponential may differ from a CPU's in the last bits, and so may
+    a token whose noise lies that near to a boundary.
+
+    Name          Shape    Dtype       Meaning
+    logits        [R, V]   fp32/fp64   finite
+    temperature   [R]      as logits   as in `weigh`
+    top_k         [R]      int64       as in `cut_top`
+    top_p         [R]      float64     as in `cut_top`
+    min_p         [R]      float64     as in `cut_min`
+    key           [R]      int64       as in `uniform`
+    position      [R]      int64       as in `uniform`
+    cut_widths    [R]      ints        0 where top-k and top-p cut nothing, else top_k
+    has_top_p     -        -           whether top-p cuts in some row
+    has_min_p     -        -           whether min-p cuts in some row
+    returns       [R]      int64       a token
+    """
+    assert logits_RV.shape[0] == len(cut_widths), f"sampling: {len(cut_widths)} widths, {logits_RV.shape[0]} rows"
+    vocab = logits_RV.shape[1]
+    assert vocab <= MAX_VOCAB, f"sampling: a vocabulary of {vocab}, at most {MAX_VOCAB}"
+    if has_kernels(logits_RV):
+        from deltaserve.ops.sampling import triton_draw
+
+        has_top_k = any(0 < width < vocab for width in cut_widths)
+        cuts = (top_k_R if has_top_k else None, top_p_R if has_top_p else None, min_p_R if has_min_p else None)
+        return triton_draw.sample(logits_RV, temperature_R, uniform(key_R, position_R), *cuts)
+    weight_RV = weigh(logits_RV, temperature_R)
+    cut = [row for row, width in enumerate(cut_widths) if width]
+    if len(cut) == len(cut_widths):
+        weight_RV = cut_top(weight_RV, logits_RV, top_k_R, top_p_R, max(cut_widths))
+    elif cut:
+        cut_C = torch.tensor(cut, device=logits_RV.device)
+        limits = (top_k_R[cut_C], top_p_R[cut_C], max(cut_widths))
+        weight_RV[cut_C] = cut_top(weight_RV[cut_C], logits_RV[cut_C], *limits)
+    if has_min_p:
+        weight_RV = cut_min(weight_RV, min_p_R)
+    return draw(weight_RV, uniform(key_R, position_R))
 
 
 def token_logprobs(logits_NV: Tensor, token_N: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
