@@ -12,7 +12,7 @@ import torch
 
 from deltaserve.config import Quantization
 from deltaserve.model_config import ModelConfig
-from deltaserve.models.checkpoint import checkpoint_tensors, read_headers
+from deltaserve.models.checkpoint import checkpoint_tensors, tensor_names
 from deltaserve.models.dummy import fill_at_random
 from deltaserve.models.fill import fill
 from deltaserve.models.hub import resolve
@@ -24,7 +24,7 @@ __all__ = ["checkpoint_tensors", "empty_model", "has_mtp", "load_model", "quanti
 
 def has_mtp(path: Path) -> bool:
     """Whether the checkpoint folder holds an MTP layer: no config.json says so. Raises ValueError as `read_headers`."""
-    return any(name.startswith("mtp.") for name in read_headers(path))
+    return any(name.startswith("mtp.") for name in tensor_names(path))
 
 
 def quantized_units(

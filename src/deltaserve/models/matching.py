@@ -17,7 +17,7 @@ from pathlib import Path
 from deltaserve.config import Quantization
 from deltaserve.model_config import ModelConfig
 from deltaserve.models.checkpoint import TensorInfo, read_headers
-from deltaserve.models.names import SCALE, Choice, Form, Piece, model_choices, mtp_choices, scales_of
+from deltaserve.models.names import SCALE, Choice, Form, Piece, model_choices, mtp_choices, quantized_choices, scales_of
 from deltaserve.ops.linear.api import scale_shape
 
 SIZES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -57,9 +57,8 @@ def match(path: Path, config: ModelConfig, with_mtp: bool = False, quantization:
     """Raises ValueError naming file, tensor, what is expected and what was found, and the way out."""
     found = _common_names(read_headers(path))
     scales = {name: found.pop(name) for name in list(found) if name.endswith(SCALE)}
-    choices = [*model_choices(config)]
     mtp = {name for name in found if name.startswith("mtp.")}
-    pieces = _pick_forms(choices, set(found))
+    pieces = _pick_forms(model_choices(config), set(found))
     extra = _pick_forms(mtp_choices(config), mtp) if mtp or with_mtp else {}
     pieces, aside = (pieces | extra, {}) if with_mtp else (pieces, extra)
     missing = [name for name in pieces if name not in found]
@@ -67,17 +66,15 @@ def match(path: Path, config: ModelConfig, with_mtp: bool = False, quantization:
     if missing or surplus:
         raise ValueError(_mismatch(path, config, missing, surplus))
     _check_scales(found, scales)
-    quantized = _choose(pieces, found, quantization)
-    if quantized:  # b and a of a quantised gated delta net go elsewhere
-        pieces |= _pick_forms(model_choices(config, quantized), set(found))
+    quantized, scale_pieces = _choose(pieces, found, quantization)
+    pieces |= _pick_forms(quantized_choices(config, quantized), set(found))
     jobs = []
     for name, piece in (pieces | aside).items():
         original, info = found[name]
         _check_tensor(original, info, piece, scales.get(name + SCALE))
         if name in pieces:
             its_scales = scales[name + SCALE][1] if name + SCALE in scales else None
-            to = scales_of(piece) if piece.unit in quantized else None
-            jobs.append(Job(original, info, piece, its_scales, to))
+            jobs.append(Job(original, info, piece, its_scales, scale_pieces.get(name)))
     if mtp and not with_mtp:
         mtp |= {name for name in scales if name.startswith("mtp.")}
         families = sorted({re.sub(r"\.experts\.\d+\.", ".experts.*.", name) for name in mtp})
@@ -88,14 +85,15 @@ def match(path: Path, config: ModelConfig, with_mtp: bool = False, quantization:
 def all_units(config: ModelConfig, with_mtp: bool) -> frozenset[str]:
     """What `fp8` quantises in a model of this config. Raises ValueError when scale blocks would straddle parts."""
     choices = [*model_choices(config), *(mtp_choices(config) if with_mtp else ())]
-    return _choose(_pick_forms(choices, set()), {}, "fp8")
+    return _choose(_pick_forms(choices, set()), {}, "fp8")[0]
 
 
 def _common_names(headers: dict[str, TensorInfo]) -> Found:
     """Siblings keep the text model under `model.language_model.`."""
     found: Found = {}
     for original, info in headers.items():
-        name = re.sub(r"^model\.language_model\.", "model.", original)
+        is_nested = original.startswith("model.language_model.")
+        name = original.replace("language_model.", "", 1) if is_nested else original
         if name in found:
             raise ValueError(f"tensors {found[name][0]} and {original} are the same weight; remove one of the two")
         found[name] = (original, info)
@@ -140,24 +138,27 @@ def _check_scales(found: Found, scales: Found) -> None:
             )
 
 
-def _choose(pieces: Form, found: Found, quantization: Quantization) -> frozenset[str]:
-    """The units that will be held in FP8."""
+def _choose(pieces: Form, found: Found, quantization: Quantization) -> tuple[frozenset[str], Form]:
+    """The units that will be held in FP8, and where the scales of their tensors go."""
     if quantization == "none" or (quantization == "auto" and all(info.dtype != FP8 for _, info in found.values())):
-        return frozenset()
+        return frozenset(), {}
     units: dict[str, list[str]] = {}
     straddling: dict[str, str] = {}
+    scale_pieces: Form = {}
     for name, piece in pieces.items():
         if piece.unit:
             units.setdefault(piece.unit, []).append(name)
-            if scales_of(piece) is None:
+            if (scale_piece := scales_of(piece)) is None:
                 straddling[piece.unit] = name
+            else:
+                scale_pieces[name] = scale_piece
     if quantization == "fp8":
         for unit, name in straddling.items():
             raise ValueError(
                 f"quantization is fp8, but in {name} a scale's block of 128 rows would reach over two parts of the "
                 f"weight: {unit} has heads or widths that are no multiple of 128; take auto or none"
             )
-        return frozenset(units)
+        return frozenset(units), scale_pieces
     chosen = set()
     for unit, names in units.items():
         num_fp8 = sum(found[name][1].dtype == FP8 for name in names)
@@ -167,7 +168,7 @@ def _choose(pieces: Form, found: Found, quantization: Quantization) -> frozenset
             some = f"only {num_fp8} of its {len(names)} tensors are in it"
             why = some if num_fp8 < len(names) else f"parts of {straddling[unit]} share scales"
             logger.warning("%s is not kept in FP8, but loaded in the model's dtype: %s", unit, why)
-    return frozenset(chosen)
+    return frozenset(chosen), {n: piece for n, piece in scale_pieces.items() if pieces[n].unit in chosen}
 
 
 def _check_tensor(name: str, info: TensorInfo, piece: Piece, scales: tuple[str, TensorInfo] | None) -> None:

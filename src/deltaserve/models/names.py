@@ -80,20 +80,24 @@ def scales_of(piece: Piece) -> Piece | None:
     return Piece(scale_shape(piece.shape), parameter, tuple(index), order)
 
 
-def model_choices(config: ModelConfig, quantized: Container[str] = ()) -> Iterator[Choice]:
-    """All that a checkpoint of this config must hold, beside scales: of each choice exactly one form.
-
-    `quantized` are the units that are held quantised here.
-    """
+def model_choices(config: ModelConfig) -> Iterator[Choice]:
+    """All that a checkpoint of this config must hold, beside scales: of each choice exactly one form."""
     vocab = (config.vocab_size, config.hidden_size)
     yield ({"model.embed_tokens.weight": Piece(vocab, "embed_tokens.weight")},)
     for layer in range(config.num_layers):
         mlp_kind = config.mlp_kinds[layer]
         kinds = config.layer_kinds[layer], mlp_kind
-        yield from _block(f"model.layers.{layer}.", f"layers.{layer}.", config, kinds, quantized)
+        yield from _block(f"model.layers.{layer}.", f"layers.{layer}.", config, kinds)
     yield ({"model.norm.weight": _norm(config.hidden_size, "norm")},)
     if not config.tied:
         yield ({"lm_head.weight": Piece(vocab, "lm_head.weight")},)
+
+
+def quantized_choices(config: ModelConfig, quantized: Container[str]) -> Iterator[Choice]:
+    """What has another place where these units are held quantised: the projections of gated delta nets."""
+    for layer in range(config.num_layers):
+        if config.layer_kinds[layer] == "gdn" and f"layers.{layer}.mixer" in quantized:
+            yield from _gated_delta_net(f"model.layers.{layer}.linear_attn.", f"layers.{layer}.mixer.", config, True)
 
 
 def mtp_choices(config: ModelConfig) -> Iterator[Choice]:
@@ -102,19 +106,17 @@ def mtp_choices(config: ModelConfig) -> Iterator[Choice]:
     yield ({"mtp.fc.weight": Piece((hidden, 2 * hidden), "mtp.fc.weight")},)
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         yield ({f"mtp.{name}.weight": _norm(hidden, f"mtp.{name}")},)
-    yield from _block("mtp.layers.0.", "mtp.layer.", config, ("full", "moe" if config.num_experts else "dense"), ())
+    yield from _block("mtp.layers.0.", "mtp.layer.", config, ("full", "moe" if config.num_experts else "dense"))
 
 
-def _block(
-    prefix: str, to: str, config: ModelConfig, kinds: tuple[str, str], quantized: Container[str]
-) -> Iterator[Choice]:
+def _block(prefix: str, to: str, config: ModelConfig, kinds: tuple[str, str]) -> Iterator[Choice]:
     kind, mlp_kind = kinds
     yield ({f"{prefix}input_layernorm.weight": _norm(config.hidden_size, f"{to}input_norm")},)
     yield ({f"{prefix}post_attention_layernorm.weight": _norm(config.hidden_size, f"{to}post_norm")},)
     if kind == "full":
         yield (_attention(f"{prefix}self_attn.", f"{to}mixer.", config),)
     else:
-        yield from _gated_delta_net(f"{prefix}linear_attn.", f"{to}mixer.", config, f"{to}mixer" in quantized)
+        yield from _gated_delta_net(f"{prefix}linear_attn.", f"{to}mixer.", config)
     if mlp_kind == "moe":
         yield from _moe(f"{prefix}mlp.", f"{to}mlp.", config)
     else:
@@ -148,7 +150,7 @@ def _attention(prefix: str, to: str, config: ModelConfig) -> Form:
     }
 
 
-def _gated_delta_net(prefix: str, to: str, config: ModelConfig, is_quantized: bool) -> Iterator[Choice]:
+def _gated_delta_net(prefix: str, to: str, config: ModelConfig, is_quantized: bool = False) -> Iterator[Choice]:
     """in_proj_qkvz's and in_proj_ba's rows are q|k|v|z and b|a, key head by key head; they are put part by part.
 
     In a quantised layer b and a are a weight of their own, which is not.
