@@ -118,7 +118,7 @@ class CacheManager:
             self._leave_state(lease)
         flight, read_slot = Flight(n, n - keep), lease.read
         write_slots = [NO_SLOT] * (n - keep) + lease.own[:keep]
-        for boundary in self._boundaries_inside(lease, end):
+        for boundary in self._boundaries_inside(lease, end) if flight.first_kept else ():
             inside = boundary - lease.num_planned - 1
             if 0 <= inside < flight.first_kept and self._index.wants_state(lease.chain, boundary, lease.known):
                 spare = self._take_slots(1)
