@@ -1,14 +1,15 @@
-"""docs/api.md names the fields that there are: those that are honoured, refused and passed over."""
+"""docs/api.md names the fields that there are: those that are honoured, refused and passed over. And how they are read."""
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from deltaserve.server.protocol import INERT, UNSUPPORTED, ChatRequest, CompletionRequest, SamplingFields
+from deltaserve.server.protocol import INERT, UNSUPPORTED, ChatRequest, CompletionRequest, SamplingFields, read_json
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 
@@ -53,3 +54,21 @@ def test_every_field_may_be_null(kind: type[msgspec.Struct]) -> None:
     required = {"prompt": "a", "messages": []}
     nulls = {name: required.get(name) for name in kind.__struct_fields__}
     msgspec.convert(nulls, kind)
+
+
+def test_nothing_is_collected_while_a_body_is_read() -> None:
+    phases: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        phases.append(phase)
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        rows = read_json(b'{"prompt": [' + b"[1]," * 50_000 + b"[1]]}")
+        seen = list(phases)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(rows["prompt"]) == 50_001
+    assert not seen
+    assert gc.isenabled()

@@ -1,5 +1,4 @@
-"""Whether a request can be computed at all: ids against the vocabulary, length against the context; and the names that a
-chat template's variables may not have.
+"""Whether a request can be computed at all: ids against the vocabulary, length against the context, names of variables.
 
 Knows two numbers of the model and nothing else, so that the API process can answer before the engine is asked.
 """
