@@ -99,6 +99,8 @@ def compare(
         speculative_tokens="0",
     )
     blueprint = Blueprint.draw(config)
+    if blueprint.is_random:
+        raise ValueError("compare needs a checkpoint's weights: leave out preset and load_format dummy")
     prompt_ids = _prompt(prompt, blueprint.model.vocab_size)
     whole, chunked = _run_ours(config, blueprint, prompt_ids, num_decode, chunk)
     assert len(whole.token_ids) == num_prompt + num_decode, "the engine ended the request early"
