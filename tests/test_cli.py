@@ -26,7 +26,8 @@ from deltaserve.server import lifecycle
 from deltaserve.server.config import ServerConfig
 from tests.engine.scripted import BUILTIN, ScriptedEngine
 
-COMMANDS = ["serve", "generate", "chat", "inspect", "compare"]
+ENGINES = ["serve", "generate", "chat", "inspect", "compare"]
+COMMANDS = [*ENGINES, "bench"]
 
 
 def invoke(*words: str, **options: Any) -> Any:
@@ -122,7 +123,7 @@ def test_the_table_has_a_line_for_each_field(config: type[Any]) -> None:
         assert line.count("|") == 5, "a bar in a cell breaks the table"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ENGINES)
 def test_help_names_every_flag_of_the_engine(command: str) -> None:
     words = re.sub(r"\x1b\[[0-9;]*m", "", invoke(command, "--help", env={"COLUMNS": "200"}).output)
     for field in dataclasses.fields(EngineConfig):

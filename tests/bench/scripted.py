@@ -50,7 +50,7 @@ class Scripted:
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             is_first = True
             while is_first or self.keeps:
                 is_first = False
@@ -66,7 +66,6 @@ class Scripted:
                     self.bodies.append(body)
                     await self.stream(writer, self.script(len(self.bodies) - 1, body), "messages" in body)
                 await writer.drain()
-        writer.close()
 
     def whole(self, writer: asyncio.StreamWriter, status: int, value: dict[str, Any]) -> None:
         body = json.dumps(value).encode()
@@ -124,6 +123,7 @@ def scripted(script: Script | Callable[[int, dict[str, Any]], Script], keeps: bo
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # in which the connections close
 
     listener = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
     try:

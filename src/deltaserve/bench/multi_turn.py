@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from deltaserve.bench.client_config import MultiTurnConfig
 from deltaserve.bench.figures import latencies, statistics
 from deltaserve.bench.load import Prompts
-from deltaserve.bench.report import append, machine
+from deltaserve.bench.report import append, machine, output
 from deltaserve.bench.serve import Lines, number, opened, run_client, say, spread
 from deltaserve.bench.target import Record, Target
 
@@ -52,7 +51,7 @@ def run(config: MultiTurnConfig) -> None:
 
 
 async def _measure(config: MultiTurnConfig) -> None:
-    where, path = machine(), None if config.json is None else Path(config.json)
+    where, path = machine(), output(config.json)
     async with opened([config.url], config, config.api) as (target,):
         say(", ".join(f"{key} {value}" for key, value in target.about.items()))
         prompts = Prompts("words" if config.api == "chat" else "tokens", config.api, config.vocab_size, config.seed)

@@ -70,6 +70,15 @@ def write(rows: Sequence[Row], kind: str, where: Mapping[str, Any], path: Path |
     append(rows, kind, where, path)
 
 
+def output(name: str | None) -> Path | None:
+    """The file for `append`, made if it is not there. Raises OSError now rather than when all is measured."""
+    if name is None:
+        return None
+    path = Path(name)
+    path.open("a").close()
+    return path
+
+
 def append(rows: Sequence[Row], kind: str, where: Mapping[str, Any], path: Path | None) -> None:
     """The second half of `write`."""
     if path is not None:

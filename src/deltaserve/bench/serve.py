@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from deltaserve.bench.client_config import ClientConfig, LoadConfig
 from deltaserve.bench.figures import LATENCIES, RATES, STATISTICS, figures, ratios, read_limits
 from deltaserve.bench.load import Load, Prompts, Run, drive, read_loads
-from deltaserve.bench.report import append, machine
+from deltaserve.bench.report import append, machine, output
 from deltaserve.bench.target import Target
 
 DEFAULT_CONCURRENCY = "1,8,32"
@@ -91,7 +90,7 @@ class _Bench:
         self._rounds = config.rounds or (2 if config.vs else 1)
         self._prompts = Prompts(config.prompts, config.api, config.vocab_size, config.seed)
         self._where = machine()
-        self._path = None if config.json is None else Path(config.json)
+        self._path = output(config.json)
 
     async def run(self) -> None:
         config = self._config
@@ -104,7 +103,7 @@ class _Bench:
                     self._say(f"{name} refuses ignore_eos: its answers may end early")
                 if "return_token_ids" not in target.extras:
                     self._say(f"{name} refuses return_token_ids: its tokens are spread evenly over their chunks")
-            self._say(f"times in ms, as {'/'.join(STATISTICS)}; ratios are A over B")
+            self._say(f"times in ms, as {'/'.join(STATISTICS)}" + ("; A/B is A's figure over B's" if config.vs else ""))
             names = ["load", "server", "ok", "failed", "s", "req/s", "out tok/s", "tok/s"]
             names += ["TTFT", "TPOT", "ITL", "E2E"] + (["goodput/s", "share"] if self._limits else [])
             lines = Lines(names, [11, 6, 5, 6, 6, 6, 9, 7, 23, 19, 19, 23, 9, 5][: len(names)], self._say)

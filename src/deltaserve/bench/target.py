@@ -172,7 +172,7 @@ class Target:
         Raises RuntimeError when the server refuses it whatever is left out: no load would fare better.
         """
         for extras in EXTRAS:
-            self.extras = extras
+            self.extras = dict(extras)
             record = await self.ask(self.encode(body), time.perf_counter())
             if not record.is_refused:
                 self.about["extra_fields"] = sorted(extras)
