@@ -20,7 +20,7 @@ NUM_BLOCKS, NUM_SLOTS = 4096, 512
 
 RAISE, DIE, NOT_FINITE, HANG, NOT_FINITE_LATER, BURSTS = 9001, 9002, 9003, 9004, 9005, 9010
 """Seeds that make a step raise, the process die, the request end with an error at once, the engine stand still, the
-request end with an error at its fourth token, each step but the first give two tokens as one of two drafts is right.
+request end with an error at its fourth token, a step but the first give three tokens as two of three drafts are right.
 """
 STILL_SECONDS = 60.0
 
@@ -116,11 +116,11 @@ class ScriptedEngine:
             stop_token_id=token if reason == "stop" else None,
             num_cached_tokens=len(prompt) // 2 if number == 0 else 0,
         )
-        if params.seed == BURSTS and number and reason is None and running.num_tokens + 1 < (params.max_tokens or room):
-            output.token_ids.append(prompt[running.num_tokens % len(prompt)])
-            output.num_draft_tokens, output.num_accepted_tokens = 2, 1
-            running.num_tokens += 1
-            self.generated += 1
+        if params.seed == BURSTS and number and reason is None and running.num_tokens + 2 < (params.max_tokens or room):
+            output.token_ids += [prompt[(number + ahead) % len(prompt)] for ahead in (1, 2)]
+            output.num_draft_tokens, output.num_accepted_tokens = 3, 2
+            running.num_tokens += 2
+            self.generated += 2
         return output
 
     def stats(self) -> Stats:

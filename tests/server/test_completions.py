@@ -216,22 +216,22 @@ def test_without_a_tokenizer_ids_go_in_and_out() -> None:
 
 
 def test_drafts_are_told_in_the_usage(server: Running) -> None:
-    """Tokens come as 1, 2, 2, 2, 1: three steps of two drafts, one of them right. Another answer's have none."""
+    """Tokens come as 1, 3, 3, 1: two steps of three drafts, two of them right. The other answer has none."""
     asked: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 8, "return_token_ids": True, "seed": scripted.BURSTS}
     body = server.complete(**asked, n=2)
     assert [choice["token_ids"] for choice in body["choices"]] == [[5, 6, 7, 5, 6, 7, 5, 6]] * 2
     assert body["usage"]["completion_tokens"] == 16
     details = body["usage"]["completion_tokens_details"]
-    assert details == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 3}
+    assert details == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 2}
     chunks = server.events(PATH, **asked, stream_options={"include_usage": True})
     assert chunks[-1]["usage"]["completion_tokens_details"] == details
 
 
 def test_drafts_behind_a_stop_string_were_in_vain(server: Running) -> None:
-    """The first of a step's two tokens ends the answer: nothing more of that step counts as an answer's."""
+    """The first of a step's three tokens ends the answer: the second draft was right, and is no token of it."""
     ids = TOKENIZER.encode("Mia buys 12 apples.")
     second = TOKENIZER.decode(ids[1:2]).strip()
     body = server.complete(prompt=ids, max_tokens=8, seed=scripted.BURSTS, stop=second)
     assert body["usage"]["completion_tokens"] == 2
     details = body["usage"]["completion_tokens_details"]
-    assert details == {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 1}
+    assert details == {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 2}

