@@ -7,7 +7,7 @@ later nor by one that was in flight when it was published.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,10 +18,12 @@ from deltaserve.config import EngineConfig
 from deltaserve.core.plan import Pending, Plan, Result
 from deltaserve.engine.engine import Engine
 from deltaserve.engine.workers import Workers
-from deltaserve.models.qwen3_next import Qwen3Next
-from deltaserve.ops.layout import BLOCK
+from deltaserve.layers.context import ForwardContext
+from deltaserve.ops.layout import BLOCK, Layout
+from deltaserve.runner.draft import FIRST_ENTRY
 from deltaserve.runner.memory import Pools
-from tests.driver import Driver, Row
+
+NAN = float("nan")
 
 
 def bits(pool: Tensor) -> Tensor:
@@ -148,31 +150,48 @@ class Watched:
             assert torch.equal(bits(pool), bits(torch.full_like(pool, self.poison))), "memory was changed after its end"
 
     def assert_kept_is_right(self, tolerance: float, at_most: int) -> int:
-        """Computes the prefixes of the index anew and compares keys, values and states. Returns how many states."""
+        """Computes the prefixes of the index anew, in one step each, and compares keys, values and states, those of the
+        MTP layer too. Returns how many states."""
         [cache] = self.caches
-        assert self.engine.workers.runner is not None
-        index, model = cache._index, self.engine.workers.runner.model
+        index = cache._index
         assert isinstance(index, PrefixIndex)
-        assert isinstance(model, Qwen3Next)
         states = list(index._states.values())[:at_most]
         for entry in states:
             chain = [entry]
             while chain[0].parent is not None:
                 chain.insert(0, chain[0].parent)
-            row = Row([token for link in chain for token in array("q", link.tokens)])
-            driver = Driver(
-                model,
-                num_blocks=len(chain),
-                num_slots=2,
-                state_dtype=self.pools.state[0].dtype if self.pools.state else None,
-            )
-            driver.prefill(row)
-            for kept, right in zip(self.pools.kv, driver.kv, strict=False):
-                blocks = [link.block for link in chain]
-                torch.testing.assert_close(kept[:, blocks], right[:, row.blocks], rtol=0, atol=tolerance)
-            for kept, right in zip((*self.pools.conv, *self.pools.state), (*driver.conv, *driver.state), strict=True):
-                torch.testing.assert_close(kept[entry.slot], right[row.slot], rtol=0, atol=tolerance)
+            right = self._compute([token for link in chain for token in array("q", link.tokens)])
+            blocks = [link.block for link in chain]
+            for number, (pool, right_kv) in enumerate(zip(self.pools.kv, right.kv, strict=True)):
+                is_mtp = bool(self.pools.hidden) and number == len(right.kv) - 1
+                first = FIRST_ENTRY if is_mtp else 0
+                kept_T, right_T = (kv.flatten(1, 2)[:, first:] for kv in (pool[:, blocks], right_kv))
+                torch.testing.assert_close(kept_T, right_T, rtol=0, atol=tolerance)
+            for pool, right_state in zip(self.pools.per_slot, right.per_slot, strict=True):
+                torch.testing.assert_close(pool[entry.slot], right_state[0], rtol=0, atol=tolerance)
         return len(states)
+
+    def _compute(self, tokens: list[int]) -> Pools:
+        """One sequence alone, in blocks 0, 1, ... and slot 0."""
+        assert self.engine.workers.runner is not None
+        model, length = self.engine.workers.runner.model, len(tokens)
+        blocks, token_ids = list(range(-(-length // BLOCK))), torch.tensor(tokens)
+        kv = [torch.full((2, len(blocks), *pool.shape[2:]), NAN, dtype=pool.dtype) for pool in self.pools.kv]
+        conv, state, hidden = (
+            tuple(torch.full((1, *pool.shape[1:]), NAN, dtype=pool.dtype) for pool in kind)
+            for kind in (self.pools.conv, self.pools.state, self.pools.hidden)
+        )
+        with torch.inference_mode():
+            layout = Layout.from_rows([length], write_slots=[[-1] * (length - 1) + [0]], blocks=[blocks])
+            hidden_TD = model(token_ids, ForwardContext(layout=layout, kv=kv, conv=conv, state=state))
+            for pool in hidden:
+                pool[0] = hidden_TD[-1]
+            if hidden and length > FIRST_ENTRY:
+                layout = Layout.from_rows([length - FIRST_ENTRY], starts=[FIRST_ENTRY], blocks=[blocks])
+                layout = replace(layout, first_key=FIRST_ENTRY)
+                context = ForwardContext(layout=layout, kv=kv, conv=conv, state=state)
+                model.look_ahead(token_ids[FIRST_ENTRY:], hidden_TD[:-FIRST_ENTRY], context)
+        return Pools(tuple(kv), conv, state, hidden)
 
     def _make_cache(self, num_blocks: int, num_slots: int, max_keep: int, index: IndexFactory) -> CacheManager:
         cache = CacheManager(
