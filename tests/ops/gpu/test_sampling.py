@@ -1,0 +1,63 @@
+"""The kernels of sampling on a GPU against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltaserve.ops.sampling import api, reference
+
+pytestmark = pytest.mark.gpu
+VOCABS = [40, 2048, 4097, 151_936]
+
+
+def rough_logits(rows: int, vocab: int) -> Tensor:
+    """With many equal ones."""
+    return (torch.randn(rows, vocab) * 3).mul(16).round().div(16)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("rows", [1, 2, 65])
+def test_greedy_checked(rows: int, vocab: int) -> None:
+    logits = rough_logits(rows, vocab)
+    on_gpu = logits.cuda()
+    token, finite = api.greedy_checked(on_gpu)
+    assert token.tolist() == reference.greedy(logits).tolist()
+    assert bool(finite.all())
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        on_gpu[rows // 2, vocab // 2] = bad
+        assert api.greedy_checked(on_gpu)[1].tolist() == [row != rows // 2 for row in range(rows)]
+
+
+def test_greedy_checked_replays() -> None:
+    logits = rough_logits(7, 151_936).cuda()
+    api.greedy_checked(logits)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token, finite = api.greedy_checked(logits)
+    logits[:, 77] = 100.0
+    logits[3, 5] = torch.nan
+    graph.replay()
+    assert token[[0, 1, 2, 4, 5, 6]].tolist() == [77] * 6
+    assert finite.tolist() == [True, True, True, False, True, True, True]
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("cuts", ["", "k", "p", "m", "kp", "kpm"])
+def test_tokens_are_those_of_the_reference(vocab: int, cuts: str) -> None:
+    """But where the noise lies within the last bits of an exponential from a boundary, which is rare."""
+    rows = 64
+    logits = rough_logits(rows, vocab)
+    temperature = torch.rand(rows) * 2 + 0.1
+    top_k = torch.randint(1, 40, (rows,)) if "k" in cuts else torch.full((rows,), vocab)
+    top_p = torch.rand(rows).double() * 0.9 + 0.1 if "p" in cuts else torch.ones(rows).double()
+    min_p = torch.rand(rows).double() * 0.3 if "m" in cuts else torch.zeros(rows).double()
+    key = torch.tensor([api.stream_key(seed, 0) for seed in range(rows)])
+    position = torch.randint(0, 4096, (rows,))
+    widths = [int(k) if "k" in cuts else vocab if "p" in cuts else 0 for k in top_k]
+    tensors = (logits, temperature, top_k, top_p, min_p, key, position)
+    on_cpu = api.sample(*tensors, widths, "p" in cuts, "m" in cuts)
+    on_gpu = api.sample(*(x.cuda() for x in tensors), widths, "p" in cuts, "m" in cuts)
+    differ = int((on_cpu != on_gpu.cpu()).sum())
+    assert differ <= (1 if cuts in ("", "m") else 2), f"{differ} of {rows} tokens differ"
