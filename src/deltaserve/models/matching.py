@@ -7,10 +7,12 @@ of a fused weight, is loaded in the model's dtype, its FP8 tensors multiplied wi
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +55,21 @@ class Match:
     quantized: frozenset[str]
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Of a large checkpoint's hundreds of thousands of small objects all live on; looking for garbage among them again
+    and again would take longer than making them.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_no_collection()
 def match(path: Path, config: ModelConfig, with_mtp: bool = False, quantization: Quantization = "auto") -> Match:
     """Raises ValueError naming file, tensor, what is expected and what was found, and the way out."""
     found = _common_names(read_headers(path))
