@@ -181,17 +181,18 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
-def choose_tiles(tokens: int, height: int, width: int, quantized: bool, num_sms: int) -> Tiles:
+def choose_tiles(tokens: int, height: int, width: int, quantized: bool, num_sms: int, shared_bytes: int) -> Tiles:
     """Few tokens: enough programs to fill the device, about 100 KiB in flight in each multiprocessor. Many: tiles that
-    read little twice."""
+    read little twice. Fewer stages, and smaller tiles, where shared memory is small and e4m3 is widened in it."""
+    small, stages = shared_bytes < 96 << 10, 4 if shared_bytes > 200 << 10 else 2
     if tokens > 64:
-        return Tiles(128, 128, warps=8, stages=3, ready=quantized)
+        return Tiles(64, 64, stages=stages, ready=quantized) if small else Tiles(128, 128, 1, 8, 3, quantized)
     narrow = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    outputs = 128 if height >= 128 * 4 * num_sms else 64
+    outputs = 128 if height >= 128 * 4 * num_sms and not small else 64
     split, blocks = 1, -(-width // 128)
     while split * 2 <= min(blocks, 16) and split * -(-height // outputs) < num_sms:
         split *= 2
-    return Tiles(outputs, narrow, split, stages=4, ready=quantized and tokens > 16)
+    return Tiles(outputs, narrow, split, stages=stages, ready=quantized and tokens > 16)
 
 
 def gemm(
@@ -207,7 +208,8 @@ def gemm(
     """
     (tokens, width), height, device = x_TI.shape, weight_OI.shape[0], x_TI.device
     if tiles is None:
-        tiles = choose_tiles(tokens, height, width, scale_oi is not None, properties(device).num_sms)
+        found = properties(device)
+        tiles = choose_tiles(tokens, height, width, scale_oi is not None, found.num_sms, found.shared_bytes)
     y_TO = torch.empty(tokens, height, dtype=dtype, device=device)
     weight, way = fp8_way(weight_OI.contiguous(), scale_oi)
     x_TI, stride = x_TI.contiguous(), 0

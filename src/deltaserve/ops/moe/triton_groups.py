@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaserve.ops.gpu import properties
 from deltaserve.ops.linear.triton_fp8 import fp8_way, operand, quantize, quantize_rows, stored
 from deltaserve.ops.linear.triton_gemm import along_tokens, multiply, products
 from deltaserve.ops.moe.triton_route import add_up, group
@@ -177,14 +178,15 @@ def down_kernel(
     tl.store(y_ptrs, y, mask=kept_t[:, None] & kept_o[None, :])
 
 
-def choose_tiles(pairs: int, num_experts: int, quantized: bool) -> Tiles:
-    """By the pairs that an expert has on average: few make a stream of weights, many a product."""
-    mean = pairs / num_experts
+def choose_tiles(pairs: int, num_experts: int, quantized: bool, shared_bytes: int) -> Tiles:
+    """By the pairs that an expert has on average: few make a stream of weights, many a product. Fewer stages where
+    shared memory is small and e4m3 is widened in it."""
+    mean, stages = pairs / num_experts, 3 if shared_bytes > 200 << 10 else 2
     if mean <= 8:
-        return Tiles(16, 64, 64)
-    if not quantized:
-        return Tiles(32, 64, 64) if mean <= 24 else Tiles(64, 64, 128)
-    return Tiles(32, 128, 128, warps=4, ready=True) if mean <= 24 else Tiles(64, 128, 128, warps=8, ready=True)
+        return Tiles(16, 64, 64, stages=stages)
+    if not quantized or shared_bytes < 96 << 10:
+        return Tiles(32 if mean <= 24 else 64, 64, 64, stages=stages)
+    return Tiles(32, 128, 128, 4, stages, True) if mean <= 24 else Tiles(64, 128, 128, 8, stages, True)
 
 
 def grouped(
@@ -206,7 +208,7 @@ def grouped(
     num_experts, width, inner = w2.shape
     pairs, device = ids_TK.numel(), x_TD.device
     if tiles is None:
-        tiles = choose_tiles(pairs, num_experts, w13_scale is not None)
+        tiles = choose_tiles(pairs, num_experts, w13_scale is not None, properties(device).shared_bytes)
     members, experts = group(ids_TK, count, num_experts, tiles.pairs)
     (w13, way), w2 = fp8_way(w13, w13_scale), fp8_way(w2, w2_scale)[0]
     ready = tiles.ready and way > 0

@@ -1,0 +1,116 @@
+"""Cases of the projections of the 80B model, small numbers of tokens and large, and other cuts of the same products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.ops import Case
+from deltaserve.ops.linear import gpu
+from deltaserve.ops.linear.api import linear
+
+SHAPES = {"in_qkvz": (12288, 2048), "out": (2048, 4096), "attn_in": (9216, 2048)}
+PLAIN = {"router": (513, 2048), "ba": (64, 2048), "lm_head": (151936, 2048)}
+L2_BYTES = 200 << 20
+"""Of all input sets together, or two sets."""
+
+Product = Callable[[Tensor, Tensor, Tensor | None], object]
+
+
+def make(tokens: int, outputs: int, inputs: int, quantized: bool, product: Product) -> Sequence[Callable[[], object]]:
+    """Input sets with weights of their own."""
+    device = torch.device("cuda", 0)
+    num_bytes = outputs * inputs * (1 if quantized else 2)
+    sets = min(20, max(2, -(-L2_BYTES // num_bytes)))
+    calls: list[Callable[[], object]] = []
+    for _ in range(sets):
+        x = torch.randn(tokens, inputs, device=device).bfloat16()
+        weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
+        scale = None
+        if quantized:
+            weight = weight.to(torch.float8_e4m3fn)
+            scale = torch.rand(-(-outputs // 128), -(-inputs // 128), device=device)
+        calls.append(partial(product, x, weight, scale))
+    return calls
+
+
+def case(name: str, tokens: int, shape: tuple[int, int], quantized: bool, product: Product, out_bytes: int = 2) -> Case:
+    outputs, inputs = shape
+    return Case(
+        f"linear {name} T={tokens}",
+        partial(make, tokens, outputs, inputs, quantized, product),
+        outputs * inputs * (1 if quantized else 2) + tokens * (2 * inputs + out_bytes * outputs),
+        2.0 * tokens * outputs * inputs,
+        quantized,
+    )
+
+
+def logits(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    return linear(x, weight, scale, torch.float32)
+
+
+def torch_dense(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, weight)
+
+
+def vendor(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    assert scale is not None
+    return gpu.blockwise(x, weight, scale)
+
+
+def quantize_only(x: Tensor, weight: Tensor, scale: Tensor | None) -> object:
+    from deltaserve.ops.linear.triton_fp8 import quantize_rows
+
+    return quantize_rows(x)
+
+
+def gemv_of(rows: int, warps: int) -> Product:
+    def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        from deltaserve.ops.linear.triton_gemv import gemv
+
+        return gemv(x, weight, scale, torch.bfloat16, rows, warps)
+
+    return product
+
+
+def gemm_of(outputs: int, tokens: int, split: int, warps: int, stages: int, ready: bool) -> Product:
+    def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        from deltaserve.ops.linear.triton_gemm import Tiles, gemm
+
+        return gemm(x, weight, scale, torch.bfloat16, Tiles(outputs, tokens, split, warps, stages, ready))
+
+    return product
+
+
+def cases() -> list[Case]:
+    found: list[Case] = []
+    for name, shape in SHAPES.items():
+        for tokens in (1, 2, 4, 8, 32, 64, 128, 256, 1024, 8192):
+            found.append(case(name, tokens, shape, True, linear))
+        for rows, warps in ((4, 4), (8, 4), (16, 4), (16, 8), (8, 2)):
+            found.append(case(f"{name} gemv BO={rows} w{warps}", 1, shape, True, gemv_of(rows, warps)))
+        for split in (1, 2, 4, 8):
+            for stages in (3, 5):
+                product = gemm_of(64, 16, split, 4, stages, False)
+                found.append(case(f"{name} gemm BO=64 BT=16 split={split} s{stages}", 8, shape, True, product))
+        found.append(case(f"{name} gemm BO=64 BT=16", 4, shape, True, gemm_of(64, 16, 4, 4, 4, False)))
+        for tokens in (128, 512, 1024, 8192):
+            found.append(case(f"{name} vendor", tokens, shape, True, vendor))
+            for cut in ((128, 128, 8, 3), (128, 128, 8, 4), (128, 64, 4, 3), (64, 128, 4, 3), (256, 128, 8, 3)):
+                outputs, narrow, warps, stages = cut
+                label = f"{name} gemm BO={outputs} BT={narrow} w{warps} s{stages}"
+                found.append(case(label, tokens, shape, True, gemm_of(outputs, narrow, 1, warps, stages, True)))
+    for tokens in (128, 8192):
+        found.append(case("quantize rows", tokens, (1, 2048), True, quantize_only))
+    for name, shape in PLAIN.items():
+        product, out_bytes = (logits, 4) if name == "lm_head" else (linear, 2)
+        for tokens in (1, 2, 4, 8, 32, 64, 128, 256) if name == "lm_head" else (1, 2, 4, 8, 32, 128, 256, 1024, 8192):
+            found.append(case(name, tokens, shape, False, product, out_bytes))
+        for tokens in (1, 8, 32, 64):
+            found.append(case(f"{name} torch", tokens, shape, False, torch_dense))
+        for rows, warps in ((1, 4), (2, 4), (4, 4), (8, 4), (8, 8)):
+            found.append(case(f"{name} gemv BO={rows} w{warps}", 1, shape, False, gemv_of(rows, warps)))
+    return found

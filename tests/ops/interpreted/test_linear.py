@@ -1,0 +1,106 @@
+"""Kernels of the projection, interpreted: against the reference in float64, between margins, over fresh NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltaserve.ops.linear import reference
+from deltaserve.ops.linear.triton_fp8 import quantize_rows
+from deltaserve.ops.linear.triton_gemm import Tiles, gemm
+from deltaserve.ops.linear.triton_gemv import gemv
+from tests.ops.guarded import guarded, relative
+
+LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3}
+
+
+def expected_of(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    if scale is None:
+        return x.double() @ weight.double().T
+    x_q, x_scale = reference.quantize_rows(x)
+    x = reference.dequantize_rows(x_q, x_scale, torch.float64)
+    return x @ reference.dequantize_weight(weight, scale, torch.float64).T
+
+
+def operands(
+    tokens: int, outputs: int, inputs: int, dtype: torch.dtype, quantized: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    x, weight = torch.randn(tokens, inputs).to(dtype), torch.randn(outputs, inputs) / inputs**0.5
+    x[-1, :128] = 0
+    if quantized:
+        return (x, *reference.quantize_weight(weight))
+    return x, weight.to(dtype), None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs"), [(1, 70, 300), (2, 17, 128), (3, 130, 48), (4, 20, 256), (2, 5, 4300)]
+)
+def test_gemv(tokens: int, outputs: int, inputs: int, quantized: bool, dtype: torch.dtype) -> None:
+    x, weight, scale = operands(tokens, outputs, inputs, dtype, quantized)
+    with guarded():
+        output = gemv(x, weight, scale, dtype)
+        wide = gemv(x, weight, scale, torch.float32, rows=4)
+    expected = expected_of(x, weight, scale)
+    assert (output.dtype, wide.dtype) == (dtype, torch.float32)
+    assert relative(output, expected) < LIMITS[dtype]
+    assert relative(wide, expected) < 1e-6
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 63, 64, 65, 127, 128])
+def test_gemm(tokens: int, quantized: bool) -> None:
+    x, weight, scale = operands(tokens, 150, 200, torch.float32, quantized)
+    with guarded():
+        output = gemm(x, weight, scale, torch.float32)
+    assert relative(output, expected_of(x, weight, scale)) < 1e-6
+
+
+@pytest.mark.parametrize(("quantized", "dtype"), [(False, torch.float16), (True, torch.float32)])
+@pytest.mark.parametrize(
+    "tiles",
+    [Tiles(64, 16, split=3), Tiles(64, 32, split=2, ready=True), Tiles(32, 64, split=4), Tiles(128, 128, ready=True)],
+)
+def test_cuts_of_a_gemm(tiles: Tiles, quantized: bool, dtype: torch.dtype) -> None:
+    x, weight, scale = operands(21, 140, 520, dtype, quantized)
+    for _ in range(2):  # the counters of a split are zero again
+        with guarded():
+            output = gemm(x, weight, scale, dtype, tiles)
+        assert relative(output, expected_of(x, weight, scale)) < LIMITS[dtype]
+
+
+def test_inputs_with_strides() -> None:
+    x, weight, _ = operands(6, 40, 300, torch.float32, False)
+    for tokens in (2, 6):
+        part = x[:tokens, 100:228]
+        product = gemv if tokens == 2 else gemm
+        assert relative(product(part, weight[:, :128], None, torch.float32), part @ weight[:, :128].T) < 1e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 7])
+@pytest.mark.parametrize("width", [128, 300, 2200])
+def test_quantised_rows_are_the_references(width: int, tokens: int) -> None:
+    x = torch.randn(tokens, width) * torch.logspace(-8, 8, width)
+    x[0, :128] = 0
+    with guarded():
+        x_q, scale = quantize_rows(x)
+    expected_q, expected_scale = reference.quantize_rows(x)
+    padded = -(-tokens // 4) * 4
+    assert (x_q.shape, scale.shape, scale.stride()) == ((padded, width), (padded, -(-width // 128)), (1, padded))
+    assert torch.equal(scale[:tokens], expected_scale)
+    assert (x_q[tokens:].float() == 0).all()
+    # A division and a product with the inverse round apart now and then, by one step of e4m3.
+    differ = x_q[:tokens].float() != expected_q.float()
+    assert differ.float().mean() < 1e-3
+    assert (x_q[:tokens].float() - expected_q.float()).norm() <= 1e-3 * expected_q.float().norm()
+
+
+def test_a_token_of_nan_stays_alone() -> None:
+    x, weight, scale = operands(20, 70, 256, torch.float32, True)
+    whole = gemm(x, weight, scale, torch.float32)
+    x[3] = torch.nan
+    output = gemm(x, weight, scale, torch.float32)
+    keep = torch.arange(20) != 3
+    assert torch.equal(output[keep], whole[keep])

@@ -1,0 +1,138 @@
+"""Kernels of the mixture of experts, interpreted: against the reference, between margins, over fresh NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltaserve.ops.linear.reference import quantize_weight
+from deltaserve.ops.moe import reference, triton_groups, triton_pairs, triton_route
+from deltaserve.ops.moe.gpu import sparse_moe
+from deltaserve.ops.moe.triton_groups import Tiles
+from tests.ops.guarded import guarded, relative
+
+FLIPS = 2e-3
+"""Now and then a number is rounded to the other of two steps of e4m3."""
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def weights_of(num_experts: int, width: int, inner: int, dtype: torch.dtype | None) -> Weights:
+    """w13, w2 and, without a dtype, their scales."""
+    w1, w3 = (torch.randn(num_experts, inner, width) / width**0.5 for _ in range(2))
+    w2 = torch.randn(num_experts, width, inner) / inner**0.5
+    if dtype is not None:
+        return torch.cat([w1, w3], 1).to(dtype), w2.to(dtype), None, None
+    (w1, s1), (w3, s3), (w2, s2) = (quantize_weight(w) for w in (w1, w3, w2))
+    return torch.cat([w1, w3], 1), w2, torch.cat([s1, s3], 1), s2
+
+
+def expected_of(x: Tensor, weights: Weights, chosen: Tensor, ids: Tensor) -> Tensor:
+    w13, w2, w13_scale, w2_scale = weights
+    if w13_scale is None:
+        return reference.experts(x.double(), w13.double(), w2.double(), chosen.double(), ids.long())
+    return reference.experts(x, w13, w2, chosen, ids.long(), w13_scale, w2_scale)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 1, 1), (3, 16, 4), (2, 512, 10)])
+def test_route(tokens: int, num_experts: int, top_k: int, renormalize: bool, shared: bool) -> None:
+    scores = (4 * torch.randn(tokens, num_experts + 9))[:, : num_experts + 1]
+    with guarded():
+        weights, ids, count = triton_route.route(scores, top_k, renormalize, shared)
+    expected, expected_ids = reference.route(scores[:, :-1].double(), top_k, renormalize)
+    assert torch.equal(ids[:, :top_k].long(), expected_ids)
+    torch.testing.assert_close(weights[:, :top_k].double(), expected, rtol=1e-5, atol=1e-6)
+    assert int(count) == 0
+    if shared:
+        assert (ids[:, top_k] == num_experts).all()
+        torch.testing.assert_close(weights[:, top_k], scores[:, -1].sigmoid())
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
+def test_of_equal_scores_the_lowest_expert_is_chosen_and_nan_gives_valid_ids() -> None:
+    scores = torch.randint(0, 3, (8, 65)).float()
+    scores[0], scores[1, 5:] = 0, -0.0
+    weights, ids, _ = triton_route.route(scores, 8, True, False)
+    expected, expected_ids = reference.route(scores[:, :-1], 8, True)
+    assert torch.equal(ids.long(), expected_ids)
+    torch.testing.assert_close(weights, expected)
+    scores[2] = torch.nan
+    ids = triton_route.route(scores, 8, True, True)[1]
+    assert ((ids >= 0) & (ids <= 64)).all()
+    assert len(set(ids[2].tolist())) == 9
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize(("pairs", "num_experts"), [(1, 4), (40, 4), (700, 9)])
+def test_every_pair_is_in_one_tile_of_its_expert(pairs: int, num_experts: int, size: int) -> None:
+    ids = torch.randint(0, num_experts, (pairs, 1), dtype=torch.int32)
+    count = torch.zeros(1, dtype=torch.int32)
+    with guarded():
+        members, experts = triton_route.group(ids, count, num_experts, size)
+    tiles = int(count)
+    assert tiles == sum(-(-int(n) // size) for n in torch.bincount(ids.flatten())) <= len(experts)
+    for tile in range(tiles):
+        held = members[tile][members[tile] >= 0]
+        assert (ids[held.long(), 0] == experts[tile]).all()
+    held = members[:tiles].flatten()
+    assert sorted(held[held >= 0].tolist()) == list(range(pairs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, None])
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k", "width", "inner"),
+    [(1, 16, 4, 192, 32), (2, 20, 10, 256, 128), (5, 3, 2, 40, 200)],
+)
+def test_pairs(tokens: int, num_experts: int, top_k: int, width: int, inner: int, dtype: torch.dtype | None) -> None:
+    weights = weights_of(num_experts + 1, width, inner, dtype)
+    x = torch.randn(tokens, width).to(dtype or torch.float32)
+    chosen, ids, _ = triton_route.route(torch.randn(tokens, num_experts + 1), top_k, True, True)
+    with guarded():
+        h = triton_pairs.gate_up(x, weights[0], weights[2], ids)
+        output = triton_pairs.down(h, weights[1], weights[3], chosen, ids)
+        other = triton_pairs.down(h, weights[1], weights[3], chosen, ids, rows=2, chunk=1)
+    limit = 2e-3 if dtype == torch.float16 else 2e-6 if dtype else FLIPS
+    assert relative(output, expected_of(x, weights, chosen, ids)) < limit
+    assert relative(other, output) < (2e-3 if dtype == torch.float16 else 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, None])
+@pytest.mark.parametrize("tiles", [Tiles(16, 64, 64), Tiles(32, 128, 64, ready=True), Tiles(64, 128, 128, ready=True)])
+@pytest.mark.parametrize(("tokens", "width", "inner"), [(1, 256, 128), (65, 136, 160), (3, 40, 24)])
+def test_groups(tokens: int, width: int, inner: int, tiles: Tiles, dtype: torch.dtype | None) -> None:
+    weights = weights_of(6, width, inner, dtype)
+    x = torch.randn(tokens, width).to(dtype or torch.float32)
+    chosen, ids, count = triton_route.route(torch.randn(tokens, 6), 2, False, True)
+    with guarded():
+        output = triton_groups.grouped(x, *weights, chosen, ids, count, tiles)
+    limit = 2e-3 if dtype == torch.float16 else 2e-6 if dtype else FLIPS
+    assert relative(output, expected_of(x, weights, chosen, ids)) < limit
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shared"), [(0, True), (1, False), (2, True), (8, True), (9, True), (63, False), (64, True), (65, False)]
+)
+def test_a_layer(tokens: int, shared: bool) -> None:
+    w13, w2, *scales = weights_of(3 + shared, 128, 128, None)
+    x, scores = torch.randn(tokens, 128), torch.randn(tokens, 4)
+    output = sparse_moe(x, scores, w13, w2, 2, True, *scales)
+    assert output.shape == x.shape
+    if tokens:
+        chosen, ids, _ = triton_route.route(scores, 2, True, shared)
+        assert relative(output, expected_of(x, (w13, w2, *scales), chosen, ids)) < FLIPS
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
+@pytest.mark.parametrize("tokens", [4, 9])
+def test_a_token_of_nan_stays_alone_and_so_does_an_expert(tokens: int) -> None:
+    w13, w2, *scales = weights_of(6, 128, 128, None)
+    x, scores = torch.randn(tokens, 128), torch.randn(tokens, 6)
+    scores[:, 4] = -100
+    whole = sparse_moe(x, scores, w13, w2, 2, True, *scales)
+    x[3], w13[4], scales[1][4] = torch.nan, torch.nan, torch.nan
+    output = sparse_moe(x, scores, w13, w2, 2, True, *scales)
+    keep = torch.arange(tokens) != 3
+    assert torch.equal(output[keep], whole[keep])
+    assert output[3].isnan().all()

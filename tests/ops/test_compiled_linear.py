@@ -1,0 +1,98 @@
+"""Kernels of the projection compiled for GPUs that are not there: they fit, spill nothing, and load wide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deltaserve.ops.linear.triton_fp8 import quantize_rows_kernel
+from deltaserve.ops.linear.triton_gemm import Tiles, choose_tiles, gemm_kernel
+from deltaserve.ops.linear.triton_gemv import gemv_kernel, rows_per_program
+from tests.ops.compiled import TARGETS, Resources, compile_for
+
+SHARED = {"sm_90": 227 << 10, "sm_80": 163 << 10, "gfx942": 64 << 10}
+TYPES = {0: "*bf16", 1: "*fp8e4nv", 2: "*u8"}
+WAYS = {"sm_90": 1, "sm_80": 2, "gfx942": 2}
+"""How each sees e4m3."""
+
+
+def compile_gemv(target: str, width: int, tokens: int, rows: int, way: int) -> Resources:
+    weight = TYPES[way]
+    signature = {
+        "x_ptr": "*bf16",
+        "w_ptr": weight,
+        "scale_ptr": "*fp32" if way else weight,
+        "y_ptr": "*bf16",
+        "height": "i32",
+    }
+    constants = {"WIDTH": width, "T": tokens, "BO": rows, "BK": width, "FP8": way}
+    return compile_for(TARGETS[target], gemv_kernel, signature, constants)
+
+
+def compile_gemm(target: str, width: int, tiles: Tiles, way: int) -> Resources:
+    weight = TYPES[way]
+    ready = tiles.ready and way > 0
+    signature = {
+        "x_ptr": weight if ready else "*bf16",
+        "x_scale_ptr": "*fp32" if ready else weight,
+        "w_ptr": weight,
+        "w_scale_ptr": "*fp32" if way else weight,
+        "y_ptr": "*bf16",
+        "part_ptr": "*fp32",
+        "count_ptr": "*i32",
+        "tokens": "i32",
+        "height": "i32",
+        "stride": "i32",
+    }
+    constants: dict[str, Any] = {
+        "WIDTH": width,
+        "BO": tiles.outputs,
+        "BT": tiles.tokens,
+        "BK": 128 if way else 64,
+        "SPLIT": tiles.split,
+        "FP8": way,
+        "READY": ready,
+    }
+    return compile_for(TARGETS[target], gemm_kernel, signature, constants, tiles.warps, tiles.stages)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_gemv(target: str) -> None:
+    for outputs, inputs, quantized in ((12288, 2048, True), (2048, 4096, True), (513, 2048, False)):
+        for tokens in (1, 4):
+            way = WAYS[target] if quantized else 0
+            rows = rows_per_program(outputs, inputs * (1 if quantized else 2), tokens, 132)
+            found = compile_gemv(target, inputs, tokens, rows, way)
+            assert found.spilled == 0
+            assert found.registers <= 200
+            assert found.shared <= 16 << 10
+            wide = "global_load_dwordx4" if target == "gfx942" else "v4.b32"
+            assert found.assembly.count(wide) >= rows * inputs * (1 if quantized else 2) // 16 // 128 // 2
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_gemm(target: str) -> None:
+    for tokens in (8, 64, 1024):
+        for quantized in (True, False) if tokens <= 64 else (True,):
+            tiles = choose_tiles(tokens, 2048, 2048, quantized, 132, SHARED[target])
+            found = compile_gemm(target, 2048, tiles, WAYS[target] if quantized else 0)
+            assert found.spilled == 0, tiles
+            assert found.shared <= SHARED[target], tiles
+            if target == "sm_90":
+                assert "wgmma.mma_async" in found.assembly
+                assert "cp.async.cg" in found.assembly
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_quantize_rows(target: str) -> None:
+    way = WAYS[target]
+    signature = {"x_ptr": "*bf16", "q_ptr": TYPES[way], "scale_ptr": "*fp32", "tokens": "i32", "stride": "i32"}
+    found = compile_for(TARGETS[target], quantize_rows_kernel, signature, {"WIDTH": 2048, "BK": 2048, "FP8": way})
+    assert (found.spilled, found.registers <= 64) == (0, True)
+
+
+def test_more_programs_for_fewer_rows() -> None:
+    assert [rows_per_program(o, i, 1, 132) for o, i in ((12288, 2048), (2048, 4096), (64, 4096))] == [16, 4, 1]
+    assert choose_tiles(8, 2048, 4096, True, 132, 227 << 10).split == 8
+    assert choose_tiles(8, 12288, 2048, True, 132, 227 << 10).split == 1

@@ -1,0 +1,102 @@
+"""Kernels of the mixture of experts compiled for GPUs that are not there: they fit, spill nothing, and load wide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import triton.language as tl
+
+from deltaserve.ops.moe import triton_groups, triton_pairs
+from deltaserve.ops.moe.triton_groups import Tiles, choose_tiles
+from deltaserve.ops.moe.triton_route import group_kernel, route_kernel, sum_kernel
+from tests.ops.compiled import TARGETS, Resources, compile_for
+
+SHARED = {"sm_90": 227 << 10, "sm_80": 163 << 10, "gfx942": 64 << 10}
+TYPES = {0: "*bf16", 1: "*fp8e4nv", 2: "*u8"}
+WAYS = {"sm_90": 1, "sm_80": 2, "gfx942": 2}
+"""How each sees e4m3."""
+SHAPE: dict[str, Any] = {"WIDTH": 2048, "INNER": 512}
+
+
+def signature_of(way: int, ready: bool, out: str, **others: str) -> dict[str, str]:
+    weight, inner = TYPES[way], TYPES[way] if ready else "*bf16"
+    scale = "*fp32" if way else weight
+    inputs = {"x_ptr": inner, "x_scale_ptr": "*fp32" if ready else weight}
+    inside = {"h_ptr": inner, "h_scale_ptr": "*fp32" if ready else weight}
+    tables = {"members_ptr": "*i32", "experts_ptr": "*i32", "count_ptr": "*i32", "ids_ptr": "*i32"}
+    weights = {"w_ptr": weight, "w_scale_ptr": scale, "scale_ptr": scale, "weights_ptr": "*fp32", "y_ptr": out}
+    return inputs | inside | tables | weights | others
+
+
+def compile_groups(target: str, tiles: Tiles, way: int) -> tuple[Resources, Resources]:
+    ready = tiles.ready and way > 0
+    constants = SHAPE | {"BM": tiles.pairs, "BK": 128 if way else 64, "FP8": way, "READY": ready}
+    options = tiles.warps, tiles.stages
+    gate_up = compile_for(
+        TARGETS[target],
+        triton_groups.gate_up_kernel,
+        signature_of(way, ready, "*fp32", stride="i32"),
+        constants | {"K": 11, "BI": tiles.inner, "TYPE": tl.bfloat16},
+        *options,
+    )
+    down = compile_for(
+        TARGETS[target],
+        triton_groups.down_kernel,
+        signature_of(way, ready, "*bf16" if ready else "*fp32"),
+        constants | {"BO": tiles.outputs},
+        *options,
+    )
+    return gate_up, down
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("target", TARGETS)
+def test_groups(target: str, quantized: bool) -> None:
+    for tokens in (32, 512, 8192):
+        tiles = choose_tiles(11 * tokens, 513, quantized, SHARED[target])
+        for found in compile_groups(target, tiles, WAYS[target] if quantized else 0):
+            assert found.spilled == 0, tiles
+            assert found.shared <= SHARED[target], tiles
+            if target == "sm_90":
+                assert "wgmma.mma_async" in found.assembly
+                assert "cp.async.cg" in found.assembly
+                assert found.registers <= 200
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_pairs(target: str) -> None:
+    way = WAYS[target]
+    gate_up = compile_for(
+        TARGETS[target],
+        triton_pairs.gate_up_kernel,
+        signature_of(way, False, "*bf16"),
+        SHAPE | {"K": 11, "BI": 8, "BK": 2048, "FP8": way},
+    )
+    down = compile_for(
+        TARGETS[target],
+        triton_pairs.down_kernel,
+        signature_of(way, False, "*bf16"),
+        SHAPE | {"K": 11, "BD": 8, "J": 4, "IP": 512, "FP8": way},
+    )
+    wide = "global_load_dwordx4" if target == "gfx942" else "v4.b32"
+    for found, loads in ((gate_up, 16), (down, 24)):
+        assert found.spilled == 0
+        assert found.shared <= 16 << 10
+        assert found.assembly.count(wide) >= loads // (2 if target == "gfx942" else 1)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_routing(target: str) -> None:
+    scores = {"scores_ptr": "*bf16", "stride": "i32", "pairs": "i32", "sorted_ptr": "*i32", "expert_ptr": "*i32"}
+    signature = signature_of(0, False, "*fp32", out_ptr="*bf16", **scores)
+    route = {"E": 512, "K": 10, "EP": 512, "KP": 16, "RENORMALIZE": True, "SHARED": True}
+    for kernel, constants, warps in (
+        (route_kernel, route, 1),
+        (group_kernel, {"BM": 16, "BP": 512}, 4),
+        (group_kernel, {"BM": 64, "BP": 4096}, 8),
+        (sum_kernel, {"K": 11, "WIDTH": 2048, "BD": 1024}, 4),
+    ):
+        found = compile_for(TARGETS[target], kernel, signature, constants, num_warps=warps)
+        assert found.spilled == 0, kernel
+        assert found.shared <= 32 << 10, kernel
