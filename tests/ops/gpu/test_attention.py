@@ -149,6 +149,6 @@ def test_the_facade_and_its_replay() -> None:
 def test_without_norm_and_gate() -> None:
     rows = rows_of(SMALL, [70, 3], [1, 20], 1, torch.float32)
     out = paged_attention(rows.q, rows.k, rows.v, rows.pool, rows.layout, rows.scale)
-    qkv = (x.double() for x in (rows.q, rows.k, rows.v))
-    expected = paged_attention(*qkv, rows.pool.double(), rows.layout, rows.scale)
+    q, k, v = (x.double() for x in (rows.q, rows.k, rows.v))
+    expected = paged_attention(q, k, v, rows.pool.double(), rows.layout, rows.scale)
     assert error(out, expected) <= 1e-5

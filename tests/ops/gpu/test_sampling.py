@@ -57,7 +57,10 @@ def test_tokens_are_those_of_the_reference(vocab: int, cuts: str) -> None:
     position = torch.randint(0, 4096, (rows,))
     widths = [int(k) if "k" in cuts else vocab if "p" in cuts else 0 for k in top_k]
     tensors = (logits, temperature, top_k, top_p, min_p, key, position)
-    on_cpu = api.sample(*tensors, widths, "p" in cuts, "m" in cuts)
-    on_gpu = api.sample(*(x.cuda() for x in tensors), widths, "p" in cuts, "m" in cuts)
-    differ = int((on_cpu != on_gpu.cpu()).sum())
+
+    def tokens(device: str) -> Tensor:
+        x, t, k, p, m, own_key, own_position = (values.to(device) for values in tensors)
+        return api.sample(x, t, k, p, m, own_key, own_position, widths, "p" in cuts, "m" in cuts).cpu()
+
+    differ = int((tokens("cpu") != tokens("cuda")).sum())
     assert differ <= (1 if cuts in ("", "m") else 2), f"{differ} of {rows} tokens differ"
