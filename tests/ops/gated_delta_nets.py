@@ -184,23 +184,20 @@ def check(net: Net, actual: Tensor, before: Net, tolerance: float, state_toleran
 
     `net` has been run and `before` is a copy from before it was.
     """
-    exact = before.copy("cpu", torch.float64)
+    exact = before.copy(before.projected.device, torch.float64)
     with torch.inference_mode():
         expected = exact.run()
-    actual, written, first = actual.cpu(), net.rows.written, 0
+    first = 0
     for row, length in enumerate(net.rows.lengths):
-        is_padding = net.rows.read[row] < 0 and not any(slot >= 0 for slot in net.rows.write[row])
         part = slice(first, first + length)
-        if not is_padding:
-            assert relative(actual[part], expected[part]) <= tolerance, f"row {row}"
         assert torch.isfinite(actual[part]).all()
+        if net.rows.read[row] >= 0 or any(slot >= 0 for slot in net.rows.write[row]):  # else it is padding
+            assert relative(actual[part], expected[part]) <= tolerance, f"row {row}"
         first += length
-    state, windows = net.state_pool.cpu(), net.conv_pool.cpu()
-    for slot in written:
-        assert torch.equal(windows[slot].double(), exact.conv_pool[slot]), f"window {slot}"
-        assert relative(state[slot], exact.state_pool[slot]) <= state_tolerance, f"state {slot}"
-    for name in ("conv", "state"):
-        now, then = (getattr(x, f"{name}_memory").cpu().clone() for x in (net, before))
-        for x in (now, then):
-            x[PAGE:-PAGE].view(net.rows.num_slots, -1)[written] = 0
+    for slot in net.rows.written:
+        assert torch.equal(net.conv_pool[slot].double(), exact.conv_pool[slot]), f"window {slot}"
+        assert relative(net.state_pool[slot], exact.state_pool[slot]) <= state_tolerance, f"state {slot}"
+    for now, then in ((net.conv_memory, before.conv_memory), (net.state_memory, before.state_memory)):
+        for memory in (now, then):
+            memory[PAGE:-PAGE].view(net.rows.num_slots, -1)[net.rows.written] = 0
         torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deltaserve.ops.gated_delta import triton_step
 from tests.ops.gated_delta_nets import Net, Rows, Shape, check, chunk_rows, relative, step_rows
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -84,6 +85,18 @@ def test_steps_and_chunks_side_by_side() -> None:
         [*steps.write, *moved[1:]],
     )
     run_and_check(Shape(2, 2), rows)
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 1, 2, 9]], ids=str)
+def test_rows_of_any_length_token_by_token(lengths: list[int]) -> None:
+    """As fp32 prompts are computed on a GPU."""
+    shape, rows = Shape(2, 2), chunk_rows(lengths, [7 * (row % 2) for row in range(len(lengths))])
+    net = Net.random(shape, rows, F32, F32)
+    before, arguments = net.copy("cpu"), net.arguments()
+    out = torch.empty(sum(lengths), shape.v_heads, shape.v_dim)
+    arguments["z_TVD"] = arguments.pop("z_TX").unflatten(1, (shape.v_heads, shape.v_dim))
+    triton_step.step(**arguments, segment=arguments["layout"].segments[0], out_TVD=out)
+    check(net, out, before, 1e-5, 1e-5)
 
 
 def test_steps_equal_chunks() -> None:

@@ -141,6 +141,6 @@ def conv(
         REST=rest,
         CHUNK=CHUNK,
         BC=max(16, triton.next_power_of_2(max(width if num_heads else 1, rest))),
-        num_warps=4,
+        num_warps=8,
     )
     return out_TC

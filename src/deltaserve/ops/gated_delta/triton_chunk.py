@@ -20,7 +20,8 @@ exp(g) <= 1, so |T[i, j]| <= 1, and of blocks as well: each is k_i . (product of
 shorter product for the whole inverse needs, have no bound. So fp16 operands with fp32 sums suffice for bf16 inputs
 (their 11 bits are tf32's, at twice its rate); the result is rounded to bf16's 8 bits in any case.
 
-With fp32 and fp16 inputs all products are in fp32. A variant follows from the model's shapes and the dtypes.
+For bf16 inputs only. EXACT computes all products in fp32, for the interpreter, which errs on bf16's; compiled it would
+unroll them into code that takes minutes. A variant follows from the model's shapes and the dtype of the states.
 """
 
 from __future__ import annotations
@@ -210,14 +211,13 @@ def pass_kernel(
             tl.store(kept, state.to(pool.dtype.element_ty), mask=in_state)
 
 
-def tile(k_dim: int, v_dim: int, is_exact: bool) -> dict[str, Any]:
-    """Of `pass_kernel`. Products in fp32 take their operands from registers: a slice of 16 keeps them there."""
-    widest = 16 if is_exact else 64
+def tile(k_dim: int, v_dim: int) -> dict[str, Any]:
+    """Of `pass_kernel`."""
     return {
         "BK": max(16, triton.next_power_of_2(k_dim)),
-        "BW": min(widest, max(16, triton.next_power_of_2(v_dim))),
+        "BW": min(64, max(16, triton.next_power_of_2(v_dim))),
         "num_warps": 4,
-        "num_stages": 1 if is_exact or torch.version.hip is not None else 2,
+        "num_stages": 1 if torch.version.hip is not None else 2,
     }
 
 
@@ -240,8 +240,9 @@ def chunk(
     v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
     k_heads, tokens = (mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim), mixed_TC.shape[0]
     dtype, device = mixed_TC.dtype, mixed_TC.device
-    is_exact = dtype != torch.bfloat16 or device.type == "cpu"
-    options = {**tile(k_dim, v_dim, is_exact), **config}
+    is_exact = device.type == "cpu"
+    assert dtype == torch.bfloat16 or is_exact, f"gated delta: chunks of {dtype}"
+    options = {**tile(k_dim, v_dim), **config}
     table = layout.once(chunk_table, segment)
     w_TVK = torch.empty(tokens, v_heads, k_dim, dtype=dtype, device=device)
     p_TVC = torch.empty(tokens, v_heads, CHUNK, dtype=dtype, device=device)

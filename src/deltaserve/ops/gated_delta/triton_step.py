@@ -1,5 +1,5 @@
-"""A few tokens of many rows through a whole gated delta net, in one launch: convolution, gates, recurrence, gated norm.
-Knows neither prompts nor projections.
+"""Rows, token by token, through a whole gated delta net, in one launch: convolution, gates, recurrence, gated norm.
+Knows no projections. Meant for few tokens of many rows; any number of them is computed all the same, in fp32.
 
 One program per row and value head. It holds the head's state in registers, 64 KB at 128 x 128, over all tokens of the
 row: the state is read once and written once for each token that keeps it, and these bytes are nearly all there are. At
@@ -10,7 +10,7 @@ Value heads of one key head each convolve its query and key, which costs a few h
 window, and not before all have read it, since a window may be kept where it was read: the last of them to arrive, by a
 counter, writes it. What belongs to one value head alone is written by its program.
 
-A kernel variant follows from the model's shapes, the dtypes, and whether rows have one token or more.
+A kernel variant follows from the model's shapes, the dtypes, and whether rows have one token, several, or differ.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _convolved(x0, x1, x2, x3, w0, w1, w2, w3):
 
 @triton.jit(
     do_not_specialize=["token_start", "row_start", "length"],
-    do_not_specialize_on_alignment=["read_slot", "write_slot"],
+    do_not_specialize_on_alignment=["read_slot", "write_slot", "cu_seqlens"],
 )
 def step_kernel(
     mixed,
@@ -73,6 +73,7 @@ def step_kernel(
     state_pool,
     read_slot,
     write_slot,
+    cu_seqlens,
     arrivals,
     out,
     token_start,
@@ -90,15 +91,22 @@ def step_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     ONE: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
-    """Grid [value heads, rows]: the value heads of a key head are neighbours. Tokens of a row: `length`, or ONE."""
+    """Grid [value heads, rows]: the value heads of a key head are neighbours. Tokens of a row: ONE, or what cu_seqlens
+    says if RAGGED, or `length`."""
     C: tl.constexpr = 2 * KH * K + VH * V
     GROUP: tl.constexpr = VH // KH
     head = tl.program_id(0)
     row = tl.program_id(1)
     key_head = head // GROUP
     tokens = 1 if ONE else length
-    first = (token_start + row * tokens).to(tl.int64)
+    first = token_start + row * tokens
+    if RAGGED:
+        before = tl.load(cu_seqlens + row)
+        first = token_start + before
+        tokens = tl.load(cu_seqlens + row + 1) - before
+    first = first.to(tl.int64)
 
     slot = tl.load(read_slot + row_start + row)
     k_read = tl.where(slot >= 0, K, 0)  # a row without a state reads no key's row of it, and no channel of a window
@@ -221,7 +229,7 @@ def step(
     z_TVD: Tensor,
     b_TV: Tensor,
     a_TV: Tensor,
-    weight_CW: Tensor,
+    conv_weight_CW: Tensor,
     A_log_V: Tensor,
     dt_bias_V: Tensor,
     norm_weight_D: Tensor,
@@ -233,7 +241,7 @@ def step(
     out_TVD: Tensor,
     **config: Any,
 ) -> None:
-    """The facade's arguments, one step segment, and where the outputs go: fills the segment's tokens of `out`.
+    """The facade's arguments, a segment of either kind, and where the outputs go: fills its tokens of `out`.
 
     mixed, z, b and a may be views with a row stride; out is contiguous. `config` replaces entries of `tile`.
     """
@@ -245,7 +253,7 @@ def step(
         z_TVD,
         b_TV,
         a_TV,
-        weight_CW,
+        conv_weight_CW,
         A_log_V,
         dt_bias_V,
         norm_weight_D,
@@ -253,6 +261,7 @@ def step(
         state_pool_SVKD,
         layout.read_slot,
         layout.write_slot,
+        segment.cu_seqlens,
         layout.once(arrivals, segment, k_heads),
         out_TVD,
         segment.token_start,
@@ -268,5 +277,6 @@ def step(
         K=k_dim,
         V=v_dim,
         ONE=segment.max_len == 1,
+        RAGGED=not segment.is_step and segment.max_len > 1,
         **options,
     )

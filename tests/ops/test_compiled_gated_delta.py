@@ -1,0 +1,66 @@
+"""What the kernels of the gated delta net take of GPUs, at the 80B model's shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deltaserve.ops.gated_delta import triton_chunk, triton_step
+from tests.ops.compiled import TARGETS, compile_for
+
+SHAPES = {"KH": 16, "VH": 32, "K": 128, "V": 128, "BK": 128}
+SHARED_KIB = {"sm_90": 227, "sm_80": 163, "gfx942": 64}
+
+
+def signature(kernel: Any, state: str = "fp32", **others: str) -> dict[str, str]:
+    """Numbers are i32 and tensors bf16, but for those that have a kind of their own."""
+    kinds = dict.fromkeys(("A_log", "dt_bias", "norm_weight", "sums"), "*fp32")
+    kinds |= dict.fromkeys(("read_slot", "write_slot", "position"), "*i64")
+    kinds |= dict.fromkeys(("arrivals", "cu_seqlens", "table"), "*i32")
+    kinds |= dict.fromkeys(("tokens", "length", "token_start", "row_start"), "i32")
+    kinds |= dict.fromkeys(("mixed_stride", "z_stride", "a_stride", "b_stride"), "i32")
+    kinds |= {"state_pool": f"*{state}", "pool": f"*{state}", **others}
+    return {name: kinds.get(name, "*bf16") for name in kernel.arg_names}
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+@pytest.mark.parametrize("is_one", [True, False])
+@pytest.mark.parametrize("target", TARGETS)
+def test_step(target: str, is_one: bool, state: str) -> None:
+    """One token a row: everything in the 128 registers that let two programs share a multiprocessor."""
+    kernel = triton_step.step_kernel
+    constants = {**SHAPES, "BV": 128, "eps": 1e-6, "ONE": is_one, "RAGGED": False}
+    taken = compile_for(TARGETS[target], kernel, signature(kernel, state), constants, num_warps=8)
+    assert taken.spilled == 0
+    assert taken.registers <= 255
+    assert taken.shared <= 8 << 10
+    if target != "gfx942":
+        loads = 16 if state == "fp32" else 8
+        assert taken.assembly.count("ld.global.v4.b32") >= loads
+        assert taken.assembly.count("st.global.v4.b32") >= loads
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_prepare(target: str) -> None:
+    kernel = triton_chunk.prepare_kernel
+    constants = {**SHAPES, "BV": 128, "CHUNK": 64, "EXACT": False}
+    taken = compile_for(TARGETS[target], kernel, signature(kernel), constants, num_warps=4, num_stages=1)
+    print(target, taken.registers, taken.spilled, taken.shared)
+    assert taken.shared <= SHARED_KIB[target] << 10
+    if target == "sm_90":
+        assert "wgmma" in taken.assembly
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_pass(target: str, state: str) -> None:
+    kernel = triton_chunk.pass_kernel
+    constants = {**SHAPES, "BW": 64, "CHUNK": 64, "EXACT": False}
+    stages = 1 if target == "gfx942" else 2
+    taken = compile_for(TARGETS[target], kernel, signature(kernel, state), constants, num_warps=4, num_stages=stages)
+    print(target, taken.registers, taken.spilled, taken.shared)
+    assert taken.shared <= SHARED_KIB[target] << 10
+    if target == "sm_90":
+        assert "wgmma" in taken.assembly
+        assert "cp.async" in taken.assembly
