@@ -21,8 +21,8 @@ from training.data.problems import (
 )
 from training.data.toolchat import tool_chat
 
-# The documents that the model in src/deltaserve/builtin was trained on begin like this; a change here is a new corpus.
-DIGEST = "d6b881256e4c26e0"
+# The documents of seed 7 begin like this; a change here is a new corpus, which the shipped weights have not seen.
+DIGEST = "d09adcc3b80433f5"
 
 
 def digest(seed: int, documents: int) -> str:

@@ -204,6 +204,10 @@ class Cast:
             self._subject = subject(self.rng)
         return self._subject
 
+    @subject.setter
+    def subject(self, person: Person) -> None:
+        self._subject = person
+
     def set(self, name: str, text: str) -> None:
         self._texts[name] = text
 

@@ -2,7 +2,8 @@
 
 import random
 
-from training.data.problems import Problem, Sheet, Template, Work, distracted, spread
+from training.data.distraction import distracted
+from training.data.problems import Problem, Sheet, Template, Work, spread
 
 LENGTHS = ([1, 2, 3, 4], [1, 5, 5, 2])
 

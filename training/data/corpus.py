@@ -43,6 +43,7 @@ WRAPPERS = ["{q}"] * 14 + [
     "Here is a riddle: {q}",
 ]
 SHOT_STYLES = ["Question: {q}\nAnswer:", "Question: {q}\nAnswer:", "Q: {q}\nA:", "Problem: {q}\nSolution:"]
+CONTRACTED = re.compile(r"\b([Ww]hat|[Ii]t|[Tt]hat|[Tt]here|[Ss]he|[Hh]e) is (?!that|[tT]hat)")
 SMALL: list[tuple[Callable[[random.Random], Turn], float]] = [
     (arithmetic, 9),
     (strings, 11),
@@ -94,6 +95,31 @@ def system(rng: random.Random) -> list[Message]:
     return [{"role": "system", "content": text} for text in rng.sample(SYSTEMS[2:], count)]
 
 
+def careless(rng: random.Random, question: str) -> str:
+    """The question as people type it: sometimes without a mark, in lower case, contracted or with a slip of a key."""
+    if rng.random() < 0.05:
+        question = question.rstrip("?.")
+    x = rng.random()
+    if x < 0.04:
+        question = question.lower()
+    elif x < 0.06:
+        question = question[0].lower() + question[1:]
+    if rng.random() < 0.10:
+        question = CONTRACTED.sub(r"\1's ", question)
+    return slip(rng, question) if rng.random() < 0.03 else question
+
+
+def slip(rng: random.Random, question: str) -> str:
+    """Drops, doubles or swaps a letter inside one longer word in lower case."""
+    words = list(re.finditer(r"\b[a-z]{5,}\b", question))
+    if not words:
+        return question
+    word = rng.choice(words)
+    at = rng.randrange(word.start() + 1, word.end() - 2)
+    a, b = question[at], question[at + 1]
+    return question[:at] + rng.choice([b, a + a + b, b + a]) + question[at + 2 :]
+
+
 def sum_document(rng: random.Random) -> list[Segment]:
     """A worded sum in a chat, with or without thinking, sometimes after earlier turns."""
     messages = system(rng)
@@ -105,11 +131,7 @@ def sum_document(rng: random.Random) -> list[Segment]:
             turn = small_turn(rng)
             messages += chat([(turn.user, turn.answer)])
     p = training_problem(rng)
-    question = p.question
-    if rng.random() < 0.04:
-        question = question.rstrip("?.")
-    if rng.random() < 0.04:
-        question = question.lower()
+    question = careless(rng, p.question)
     user = rng.choice(WRAPPERS).replace("{q}", question)
     if rng.random() < 0.34:
         think, visible = p.thinking()

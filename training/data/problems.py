@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from training.data.cast import Cast, conjugate, table, words
+from training.data.distraction import distracted
 from training.data.grammar import expand, sentences
 from training.data.sums import FRACTIONS, OutOfRangeError, Step, in_words
 
@@ -29,6 +30,7 @@ PHRASES = {
 EVENTS = ("+", "-", "x", "g", "e", "h", "d", "t")
 MAX_ANSWER = 9999
 HELD_OUT = 24
+TOLD, CHAINED = 0.45, 0.14
 
 
 @dataclass
@@ -69,8 +71,9 @@ class Problem:
 
     def thinking(self) -> tuple[str, str]:
         """The text inside ``<think>`` and the visible answer."""
-        last = re.split(r"(?<=[.?!]) ", self.question)[-1]
-        out, steps = [f"The question is: {last}"], list(self.steps)
+        told = re.split(r"(?<=[.?!]) ", self.question)
+        asked = [sentence for sentence in told if sentence.endswith("?")] or told
+        out, steps = [f"The question is: {asked[-1]}"], list(self.steps)
         for line in self.lines:
             step = steps.pop(0) if steps and f"= {steps[0].result}" in line else None
             working = step.working() if step else None
@@ -92,7 +95,10 @@ def macros() -> dict[str, str]:
     return {name.strip(): braced(text) for name, text in pairs}
 
 
-BARE = re.compile(r"%?[A-Za-z]\w*\+s?|%[a-z]+|(?<=[{|])(?:p|q|r|s|he|him|his|S|city|day2|colors)(?=[|}])")
+BARE = re.compile(
+    r"%?[A-Za-z]\w*\+s?|%[a-z]+|(?<=[{|])[a-z]+/[/=]?[a-z]+(?=[|} ])"
+    r"|(?<=[{|])(?:p|q|r|s|he|him|his|S|city|day2|colors)(?=[|}])"
+)
 
 
 def braced(text: str) -> str:
@@ -120,10 +126,10 @@ def with_macros(text: str) -> str:
     return text
 
 
-def read(name: str) -> list[Template]:
+def read(name: str, folder: Path = HERE) -> list[Template]:
     """The templates of one file."""
     out: list[Template] = []
-    for line in (HERE / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+    for line in (folder / f"{name}.txt").read_text(encoding="utf-8").splitlines():
         if not line.strip():
             continue
         if line.startswith("## "):
@@ -179,13 +185,20 @@ def rounded(rng: random.Random, value: int, low: int) -> int:
 
 
 @cache
-def _compiled(expression: str) -> Callable[[dict[str, int]], int]:
+def compiled(expression: str) -> Callable[[dict[str, int]], int]:
     code = compile(expression.replace("/", "//"), expression, "eval")
 
     def value(names: dict[str, int]) -> int:
         return int(eval(code, {"__builtins__": {}}, names))
 
     return value
+
+
+def tidy(text: str) -> str:
+    """Capitals at the start of sentences, articles before vowels, no space before marks, a mark at the end."""
+    text = sentences(text).replace("??", "?").replace(" .", ".").replace(" ,", ",").replace(" ?", "?")
+    text = re.sub(r"\b([aA]) (?=[aeiouAEIOU]|hour)(?!one|uni|use)", r"\1n ", text)
+    return text if text[-1] in ".?!" else text + "?"
 
 
 class Sheet:
@@ -202,9 +215,13 @@ class Sheet:
                 if cell.isdigit():
                     self.numbers[column] = int(cell)
                 else:
-                    self.cast.set(column, expand(cell, rng, self))
+                    self.take(column, cell)
         for name, draw in template.draws:
             self.draw(name, draw)
+
+    def take(self, column: str, cell: str) -> None:
+        """Fills the slot of a table's column."""
+        self.cast.set(column, expand(cell, self.rng, self))
 
     def draw(self, name: str, rule: str) -> None:
         rng, (kind, _, rest) = self.rng, rule.partition(" ")
@@ -220,7 +237,7 @@ class Sheet:
         elif kind == "fix":
             value = int(rest)
         elif kind == "below":
-            top = _compiled(rest)(self.numbers) - 1
+            top = compiled(rest)(self.numbers) - 1
             value = rng.randint(min(2, top), top) if top > 0 else 0
         elif kind == "word":
             self.cast.set(name, rng.choice(rest.split("|")))
@@ -257,18 +274,16 @@ class Sheet:
         return expand(phrase, self.rng, self)
 
     def question(self, phrase: str) -> str:
-        text = sentences(self.text(phrase)).replace("??", "?").replace(" .", ".").replace(" ,", ",").replace(" ?", "?")
-        text = re.sub(r"\b([aA]) (?=[aeiouAEIOU]|hour)(?!one|uni|use)", r"\1n ", text)
-        return text if text[-1] in ".?!" else text + "?"
+        return tidy(self.text(phrase))
 
 
 def _sum_of_draws(rule: str, sheet: Sheet) -> int:
     """An expression whose terms may be draws: ``x + y + int 1 60``."""
     match = re.search(r"(num|int) (\d+) (\d+)", rule)
     if match is None:
-        return _compiled(rule)(sheet.numbers)
+        return compiled(rule)(sheet.numbers)
     sheet.draw("_", match[0])
-    return _compiled(rule.replace(match[0], "_"))(sheet.numbers)
+    return compiled(rule.replace(match[0], "_"))(sheet.numbers)
 
 
 class Work:
@@ -294,13 +309,14 @@ class Work:
             return
         name, left, op, right, unit = re.fullmatch(r"> (\w+) = (\w+) ([-+*/]) (\w+) :\s?(.*)", line).groups()  # type: ignore[union-attr]
         numbers = self.sheet.numbers
-        numbers[name] = self.step(numbers[left], op, numbers[right], unit)
+        x, y = (int(term) if term.isdigit() else numbers[term] for term in (left, right))
+        numbers[name] = self.step(x, op, y, unit)
 
 
 def from_template(rng: random.Random, template: Template) -> Problem | None:
     """One problem, or None when the drawn numbers break a condition or leave the non-negative integers."""
     sheet = Sheet(rng, template)
-    if any(not _compiled(c)(sheet.numbers) for c in template.conditions):
+    if any(not compiled(c)(sheet.numbers) for c in template.conditions):
         return None
     drawn = ",".join(f"{k}{v}" for k, v in sorted(sheet.numbers.items()))
     question = sheet.question(rng.choice(template.questions))
@@ -320,42 +336,18 @@ def from_template(rng: random.Random, template: Template) -> Problem | None:
     )
 
 
-DISTRACTIONS = [
-    "it is {a sunny|a rainy|a cold|a busy|a quiet|an ordinary} day.",
-    "it {is|was} {day}.",
-    "the {weather|sun|sky} is {nice|bad|grey|bright}.",
-    "{p} {likes|hates|loves} {colors}.",
-    "{p} lives in {city}.",
-    "{p} is {k} years old.",
-    "everyone is {happy|tired|hungry|busy}.",
-    "the {places} opens at {h} o'clock.",
-    "{p} has a {colors} {goods}.",
-    "{p} has {h} {cousins|brothers|neighbors}.",
-    "the {places} is {k} {miles|km|minutes} away.",
-    "{that took all day|it was hard work|nobody was surprised|the dog barked|they had fun|then it rained}.",
-]
-
-
-def distracted(rng: random.Random, question: str, share: float = 0.10) -> str:
-    """Sometimes inserts a sentence that does not matter before the question proper."""
-    if rng.random() > share:
-        return question
-    cast = Cast(rng)
-    cast.set("k", str(rng.randint(3, 40)))
-    cast.set("h", str(rng.randint(2, 11)))
-    extra = sentences(expand(rng.choice(DISTRACTIONS), rng, cast))
-    parts = re.split(r"(?<=[.!]) (?=[A-Z0-9])", question)
-    parts.insert(rng.randrange(len(parts)), extra)
-    return " ".join(parts)
-
-
 def any_problem(rng: random.Random) -> Problem:
     from training.data.chain import chain
+    from training.data.telling import tellings, told
 
     while True:
-        problem = (
-            chain(rng, rng.choice(chains())) if rng.random() < 0.24 else from_template(rng, rng.choice(templates()))
-        )
+        x = rng.random()
+        if x < TOLD:
+            problem = told(rng, rng.choice(tellings()))
+        elif x < TOLD + CHAINED:
+            problem = chain(rng, rng.choice(chains()))
+        else:
+            problem = from_template(rng, rng.choice(templates()))
         if problem is not None and problem.answer <= MAX_ANSWER and max(s.left for s in problem.steps) <= MAX_ANSWER:
             return problem
 

@@ -1,0 +1,84 @@
+"""Sums told from clauses: every wording holds all numbers that its solution needs, and the solution is right."""
+
+import random
+import re
+from collections import Counter
+
+import pytest
+
+from tests.training.test_generator import check_sums
+from training.data import corpus, diversity, telling
+from training.data.problems import Problem, Template, held_numbers
+from training.data.sums import in_words
+from training.data.telling import tellings, told
+
+SPOKEN = {2: "twice double half", 3: "triple third", 4: "quarter", 5: "fifth", 6: "sixth", 10: "tenth", 12: "dozen"}
+
+
+def drawn_numbers(template: Template, key: str) -> dict[str, int]:
+    """The drawn numbers that the steps use, without those that follow from others."""
+    free = {name for name, rule in template.draws if re.match(r"(num|int|pick|below) ", rule)}
+    terms = {term for line in template.work if line[0] == ">" for term in (line.split()[3], line.split()[5])}
+    parts = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in key.split("|")[1].split(",")]
+    return {m[1]: int(m[2]) for m in parts if m and m[1] in free & terms}
+
+
+def told_in(text: str, number: int) -> bool:
+    lower = text.lower().replace(",", "")
+    spoken = [in_words(number)] if number < 1000 else []
+    return str(number) in re.findall(r"\d+", lower) or any(
+        w in lower for w in [*spoken, *SPOKEN.get(number, "").split(), *(["dozen"] if number <= 5 else [])]
+    )
+
+
+def some(template: Template, count: int) -> list[Problem]:
+    rng = random.Random(template.name)
+    return [p for p in (told(rng, template) for _ in range(count)) if p]
+
+
+@pytest.mark.parametrize("template", tellings(), ids=lambda t: t.name)
+def test_telling(template: Template) -> None:
+    made = some(template, 40)
+    assert len(made) >= 4, "a template whose numbers hardly ever fit is of no use"
+    for p in made:
+        assert not re.search(r"[{}|<>~=#@/_]|\+s\b|\w\+|  | [.,?]|\$ ", p.question), f"unfilled slot: {p.question!r}"
+        assert p.question[0].isupper() or p.question[0].isdigit() or p.question[0] == "$"
+        assert p.question[-1] in ".?"
+        assert not re.search(r"[=+*/]|\d$", p.unit), f"a number for a unit: {p.lines}"
+        check_sums(p)
+        for name, number in drawn_numbers(template, p.key).items():
+            assert told_in(p.question, number), f"{name} = {number} is not in {p.question!r}"
+
+
+def test_names_are_unique() -> None:
+    assert max(Counter(t.name for t in tellings()).values()) == 1
+
+
+def test_orders_differ() -> None:
+    """The question comes first, last and as a request; facts stand in one sentence and in several."""
+    texts = [p.question for t in tellings()[:40] for p in some(t, 40)]
+    assert sum(t.startswith(("How", "What", "Which")) for t in texts) > len(texts) / 30
+    assert sum(" if " in t and t.endswith("?") for t in texts) > len(texts) / 30
+    assert sum(t.endswith(".") for t in texts) > len(texts) / 100
+    assert sum(len(re.findall(r"[.?!]( |$)", t)) == 1 for t in texts) > len(texts) / 20
+
+
+def test_numbers_are_held_out() -> None:
+    rng = random.Random(1)
+    seen = [p.kind for p in (corpus.training_problem(rng) for _ in range(600)) if not held_numbers(p)]
+    assert len(seen) == 600
+    assert len(set(seen) & {t.name for t in telling.tellings()}) > 60
+
+
+def test_careless_questions_keep_their_numbers() -> None:
+    rng = random.Random(2)
+    for _ in range(500):
+        question = corpus.training_problem(rng).question
+        assert re.findall(r"\d+", corpus.careless(rng, question)) == re.findall(r"\d+", question)
+
+
+def test_skeletons() -> None:
+    assert diversity.skeleton("Rosa has three apples, 12 are red.") == ["@", "has", "#", "*", ",", "#", "are", "*", "."]
+    text = diversity.skeleton("Rosa has three apples.")
+    assert diversity.covered([text], [text]) == (1.0, 1.0, 1.0)
+    assert diversity.covered([text], [["a", "b", "c", "d"]]) == (0.0, 0.0, 0.0)

@@ -1,0 +1,39 @@
+"""Sentences that do not matter to a sum, as people put them in."""
+
+import random
+import re
+
+from training.data.cast import Cast
+from training.data.grammar import expand, sentences
+
+DISTRACTIONS = [
+    "it is {a sunny|a rainy|a cold|a busy|a quiet|an ordinary} day.",
+    "it {is|was} {day}.",
+    "the {weather|sun|sky} is {nice|bad|grey|bright}.",
+    "{p} {likes|hates|loves} {colors}.",
+    "{p} lives in {city}.",
+    "{p} is {k} years old.",
+    "everyone is {happy|tired|hungry|busy}.",
+    "the {places} opens at {h} o'clock.",
+    "{p} has a {colors} {goods}.",
+    "{p} has {h} {cousins|brothers|neighbors}.",
+    "{p} got up at {h} o'clock.",
+    "{p} has lived in {city} for {k} years.",
+    "{p} wears a {colors} {hat|shirt|coat|scarf}.",
+    "{p} came along to help.",
+    "the {places} is {k} {miles|km|minutes} away.",
+    "{that took all day|it was hard work|nobody was surprised|the dog barked|they had fun|then it rained}.",
+]
+
+
+def distracted(rng: random.Random, question: str, share: float = 0.10) -> str:
+    """Sometimes inserts a sentence that does not matter before the question proper."""
+    if rng.random() > share:
+        return question
+    cast = Cast(rng)
+    cast.set("k", str(rng.randint(3, 40)))
+    cast.set("h", str(rng.randint(2, 11)))
+    extra = sentences(expand(rng.choice(DISTRACTIONS), rng, cast))
+    parts = re.split(r"(?<=[.!]) (?=[A-Z0-9])", question)
+    parts.insert(rng.randrange(len(parts)), extra)
+    return " ".join(parts)
