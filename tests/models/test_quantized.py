@@ -6,6 +6,7 @@ import logging
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from deltaserve.config import Quantization
+from deltaserve.core.request import SamplingParams
+from deltaserve.engine.llm import LLM
 from deltaserve.model_config import ModelConfig, load_config_json
 from deltaserve.models.load import load_model
 from deltaserve.models.names import is_scale
@@ -186,6 +189,44 @@ def test_a_tensor_larger_than_a_buffer_is_quantised_in_pieces(tmp_path: Path, mo
     monkeypatch.setattr("deltaserve.models.fill.BATCH_BYTES", 200_000)
     assert_same(load(folder, "fp8"), whole)
     assert_same(load(folder, "none"), dequantised)
+
+
+# ---- the engine ----------------------------------------------------------------------------------------------------
+
+
+def test_chunks_and_batch_mates_change_nothing(tmp_path: Path) -> None:
+    """In float64, where no rounding of a sum moves an activation to another number of FP8."""
+    config = fp8_config()
+    folder = write_checkpoint(tmp_path, config, fp8=True)
+    model = load(folder, dtype=torch.float64)
+    draw = random.Random(2)
+    token_ids = draw_tokens(draw, config, 100)
+    whole = Driver(model).prefill(Row(token_ids))
+    assert_close(Driver(model).prefill(Row(token_ids), [1, 63, 2, 34]), whole, 1e-9)
+    prompts = [token_ids, *(draw_tokens(draw, config, count) for count in (1, 5, 64))]
+    alone = [Driver(model).greedy([prompt], 6)[0] for prompt in prompts]
+    assert Driver(model).greedy(prompts, 6, chunk=32) == alone
+
+
+def answers(folder: Path, **options: Any) -> list[list[int]]:
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
+    prompts = [[7, 8, 9], list(range(3, 90))]
+    with LLM(str(folder), device="cpu", dtype="float64", num_blocks=32, **options) as llm:
+        return [
+            generation.outputs[0].token_ids
+            for params in (greedy, drawn)
+            for generation in llm.generate(prompts, params)
+        ]
+
+
+def test_the_engine_answers_alike_however_the_weights_came(tmp_path: Path) -> None:
+    ready = write_checkpoint(tmp_path / "ready", fp8_config(), mtp=True, fp8=True)
+    plain = write_checkpoint(tmp_path / "plain", fp8_config(), mtp=True)
+    expected = answers(ready)
+    assert answers(plain, quantization="fp8") == expected
+    assert answers(ready, speculative_tokens="3") == expected
+    assert answers(plain) != expected
 
 
 # ---- units that cannot stay in FP8 -----------------------------------------------------------------------------------
