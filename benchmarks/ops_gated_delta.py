@@ -1,0 +1,132 @@
+"""Cases of the gated delta net at the 80B model's shapes: decode steps, drafts, prompts, and the parts of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.ops import Case
+from deltaserve.ops.layout import Layout
+
+K_HEADS, V_HEADS, WIDTH, HIDDEN_PARTS = 16, 32, 128, 12352
+CHANNELS, VALUES = 8192, 4096
+STATE = V_HEADS * WIDTH * WIDTH
+L2_BYTES = 50 << 20
+
+
+def layer(layout: Layout, slots: int, state: torch.dtype) -> dict[str, Any]:
+    """Arguments of the facade: one layer's weights, pools and inputs."""
+    tokens = layout.write_slot.shape[0]
+    projected = torch.randn(tokens, HIDDEN_PARTS, device="cuda", dtype=torch.bfloat16)
+    mixed, z, b, a = projected.split_with_sizes([CHANNELS, VALUES, V_HEADS, V_HEADS], dim=-1)
+    return {
+        "mixed_TC": mixed,
+        "z_TX": z,
+        "b_TV": b,
+        "a_TV": a,
+        "conv_weight_CW": torch.randn(4, CHANNELS, device="cuda", dtype=torch.bfloat16).t(),
+        "A_log_V": torch.randn(V_HEADS, device="cuda"),
+        "dt_bias_V": torch.randn(V_HEADS, device="cuda"),
+        "norm_weight_D": torch.ones(WIDTH, device="cuda"),
+        "eps": 1e-6,
+        "conv_pool_SWC": torch.zeros(slots, 3, CHANNELS, device="cuda", dtype=torch.bfloat16),
+        "state_pool_SVKD": torch.zeros(slots, V_HEADS, WIDTH, WIDTH, device="cuda", dtype=state),
+        "layout": layout,
+    }
+
+
+def step_layout(rows: int, length: int) -> Layout:
+    """Rows kept in place after their last token, and elsewhere after the others."""
+    write = [[rows + row * (length - 1) + t for t in range(length - 1)] + [row] for row in range(rows)]
+    return Layout.from_rows(
+        [length] * rows, num_step=rows, starts=[7] * rows, read_slots=range(rows), write_slots=write, device="cuda"
+    )
+
+
+def steps(rows: int, length: int, state: torch.dtype, config: dict[str, Any]) -> Sequence[Callable[[], object]]:
+    from deltaserve.ops.gated_delta import triton_step
+
+    layout = step_layout(rows, length)
+    size = rows * STATE * state.itemsize
+    sets = [layer(layout, rows * length, state) for _ in range(max(2, min(20, -(-2 * L2_BYTES // size))))]
+    for arguments in sets:
+        arguments["z_TVD"] = arguments.pop("z_TX").unflatten(1, (V_HEADS, WIDTH))
+        arguments["out_TVD"] = torch.empty(rows * length, V_HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    return [partial(triton_step.step, **arguments, segment=layout.segments[0], **config) for arguments in sets]
+
+
+def step_bytes(rows: int, length: int, state: torch.dtype) -> float:
+    tokens, window = rows * length, 3 * CHANNELS * 2
+    return (rows + tokens) * (STATE * state.itemsize + window) + tokens * 2 * (HIDDEN_PARTS + VALUES)
+
+
+def prompt_layout(lengths: Sequence[int]) -> Layout:
+    write = [[-1] * (length - 1) + [row] for row, length in enumerate(lengths)]
+    return Layout.from_rows(lengths, write_slots=write, device="cuda")
+
+
+def prompts(lengths: Sequence[int]) -> Sequence[Callable[[], object]]:
+    from deltaserve.ops.gated_delta.api import gated_delta_net
+
+    layout = prompt_layout(lengths)
+    return [partial(gated_delta_net, **layer(layout, len(lengths), torch.float32)) for _ in range(2)]
+
+
+def prompt_part(lengths: Sequence[int], part: str, config: dict[str, Any]) -> Sequence[Callable[[], object]]:
+    """The convolution with its windows, or the rule without it."""
+    from deltaserve.ops.conv import triton_conv
+    from deltaserve.ops.gated_delta import triton_chunk
+
+    layout = prompt_layout(lengths)
+    calls: list[Callable[[], object]] = []
+    for _ in range(2):
+        given = layer(layout, len(lengths), torch.float32)
+        conv_names = ("mixed_TC", "conv_weight_CW", "conv_pool_SWC", "layout")
+        mixed, weight, pool, _ = (given[name] for name in conv_names)
+        conv = partial(triton_conv.conv, mixed, weight, pool, layout, layout.segments[0], (K_HEADS, WIDTH, WIDTH))
+        if part == "conv":
+            calls.append(conv)
+            continue
+        rule = {name: given[name] for name in ("b_TV", "a_TV", "A_log_V", "dt_bias_V", "state_pool_SVKD", "layout")}
+        calls.append(partial(triton_chunk.chunk, conv(), **rule, segment=layout.segments[0], **config))
+    return calls
+
+
+def rule_flops(tokens: int) -> float:
+    """Four products of a chunk with its state and six in preparing it, counting inversion as two."""
+    per_chunk = 64 * WIDTH * WIDTH * 3 + 64 * 64 * WIDTH * 5 + 2 * 64 * 64 * 64
+    return 2.0 * V_HEADS * tokens / 64 * per_chunk
+
+
+def cases() -> list[Case]:
+    fp32, bf16 = torch.float32, torch.bfloat16
+    found = []
+    configs: dict[str, dict[str, Any]] = {
+        "": {},
+        " w8 any registers": {"num_warps": 8, "maxnreg": None},
+        " w16 64 registers": {"num_warps": 16, "maxnreg": 64},
+        " w16 any registers": {"num_warps": 16, "maxnreg": None},
+        " w4 any registers": {"num_warps": 4, "maxnreg": None},
+    }
+    for rows in (1, 8, 32, 64, 128, 256):
+        for name, config in configs.items():
+            call = partial(steps, rows, 1, fp32, config)
+            found.append(Case(f"gdn step fp32 B={rows}{name}", call, step_bytes(rows, 1, fp32)))
+        found.append(Case(f"gdn step bf16 B={rows}", partial(steps, rows, 1, bf16, {}), step_bytes(rows, 1, bf16)))
+    for rows in (1, 32, 128):
+        call = partial(steps, rows, 4, fp32, {})
+        found.append(Case(f"gdn step fp32 B={rows} L=4", call, step_bytes(rows, 4, fp32)))
+    for name, lengths in (("1x1024", [1024]), ("1x8192", [8192]), ("16x2048", [2048] * 16), ("8x1024", [1024] * 8)):
+        tokens, flops = sum(lengths), rule_flops(sum(lengths))
+        num_bytes = tokens * 2.0 * (HIDDEN_PARTS + VALUES)
+        found.append(Case(f"gdn prompt {name}", partial(prompts, lengths), num_bytes, flops))
+        found.append(Case(f"gdn conv {name}", partial(prompt_part, lengths, "conv", {}), tokens * 4.0 * CHANNELS))
+        for stages in (2, 1, 3):
+            call = partial(prompt_part, lengths, "rule", {"num_stages": stages})
+            found.append(
+                Case(f"gdn rule {name} s{stages}", call, tokens * 2.0 * (CHANNELS + 2 * V_HEADS + VALUES), flops)
+            )
+    return found
