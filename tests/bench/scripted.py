@@ -8,7 +8,9 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+Keeps = Literal["open", "closed", "until asked"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Script:
     error: str = ""
     """A message: the body of a status that is not 200, else an event after the chunks."""
     has_usage: bool = True
+    has_end: bool = True
+    """[DONE]"""
     closes_early: bool = False
     refuses: tuple[str, ...] = ()
     """Fields that are answered 400."""
@@ -40,8 +44,8 @@ class Scripted:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
     connections: int = 0
-    keeps: bool = True
-    """Connections after an answer; else they close without a word, as a server does that has waited too long."""
+    keeps: Keeps = "open"
+    """A connection after an answer: open, closed at once, or closed when the next request comes."""
     port: int = 0
 
     @property
@@ -52,9 +56,11 @@ class Scripted:
         self.connections += 1
         with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             is_first = True
-            while is_first or self.keeps:
-                is_first = False
+            while is_first or self.keeps != "closed":
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                if not is_first and self.keeps == "until asked":
+                    return
+                is_first = False
                 self.headers.append(head)
                 if head.startswith("GET /v1/models"):
                     self.whole(writer, 200, {"data": [{"id": "scripted", "max_model_len": 4096}]})
@@ -95,7 +101,8 @@ class Scripted:
             if script.cached_tokens is not None:
                 usage["prompt_tokens_details"] = {"cached_tokens": script.cached_tokens}
             self.event(writer, {"choices": [], "usage": usage})
-        self.send(writer, b"data: [DONE]\n\n")
+        if script.has_end:
+            self.send(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
 
     def event(self, writer: asyncio.StreamWriter, value: dict[str, Any]) -> None:
@@ -106,7 +113,7 @@ class Scripted:
 
 
 @contextlib.contextmanager
-def scripted(script: Script | Callable[[int, dict[str, Any]], Script], keeps: bool = True) -> Iterator[Scripted]:
+def scripted(script: Script | Callable[[int, dict[str, Any]], Script], keeps: Keeps = "open") -> Iterator[Scripted]:
     server = Scripted(script if callable(script) else lambda number, body: script, keeps=keeps)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

@@ -88,22 +88,24 @@ def faults(number: int, body: dict[str, Any]) -> Script:
         Script(status=503, error="busy"),
         Script(error="the engine is gone"),
         Script(has_usage=False),
+        Script(has_end=False),
         Script(closes_early=True),
         Script(first=1.0),
     ]
-    return kinds[number % 6 - 1] if number % 6 and body["max_tokens"] != 8 else Script()
+    return kinds[number % 7 - 1] if number % 7 and body["max_tokens"] != 8 else Script()
 
 
 def test_failures_are_counted_and_end_nothing(tmp_path: Path) -> None:
     with scripted(faults) as server:
         said, (line,) = measure(
-            tmp_path, "--url", server.url, "--concurrency", "2", "--requests", "12", "--timeout", "0.5"
+            tmp_path, "--url", server.url, "--concurrency", "2", "--requests", "14", "--timeout", "0.5"
         )
-    assert (line["completed"], line["failed"], line["requests"]) == (2, 10, 12)
+    assert (line["completed"], line["failed"], line["requests"]) == (2, 12, 14)
     assert line["failures"] == {
         "HTTP 503: busy": 2,
         "error in the stream: the engine is gone": 2,
         "the stream brought no usage": 2,
+        "the stream ended without [DONE]": 2,
         "the connection closed before the answer was whole": 2,
         "no end after 0.5 s": 2,
     }

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltaserve.bench.wire import Client, Exchange
-from tests.bench.scripted import Script, scripted
+from tests.bench.scripted import Keeps, Script, scripted
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -103,8 +103,8 @@ def test_addresses_as_other_clients_want_them() -> None:
     assert Client("https://a/prefix/v1").origin == "https://a/prefix"
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_kept_connection_is_used_again_and_replaced_when_it_has_closed(keeps: bool) -> None:
+@pytest.mark.parametrize(("keeps", "connections"), [("open", 1), ("closed", 3), ("until asked", 3)])
+def test_a_kept_connection_is_used_again_and_replaced_when_it_has_closed(keeps: Keeps, connections: int) -> None:
     with scripted(Script(), keeps=keeps) as server:
 
         async def ask() -> None:
@@ -116,4 +116,4 @@ def test_a_kept_connection_is_used_again_and_replaced_when_it_has_closed(keeps: 
             client.close()
 
         in_loop(ask)
-        assert server.connections == (1 if keeps else 3)
+        assert server.connections == connections
