@@ -18,7 +18,8 @@ Written from the fields of the configs by `make docs`; a test keeps it equal to 
 
 ## The engine
 
-For every command that runs a model. In Python the same names are arguments of `LLM(...)`, with underscores: `LLM(max_num_seqs=8)`.
+For every command that runs a model. In Python the same names are arguments of `LLM(...)`, with underscores:
+`LLM(max_num_seqs=8)`.
 
 {flag_table(EngineConfig)}
 
