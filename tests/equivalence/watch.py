@@ -123,10 +123,8 @@ class Watched:
         if not isinstance(index, PrefixIndex):
             return
         published = {}
-        for key, entry in index._states.items():
-            depth, parent = 1, entry.parent
-            while parent is not None:
-                depth, parent = depth + 1, parent.parent
+        for entry in index.states:
+            key, depth = entry.key, entry.depth
             step, length = self.workers.state_after[entry.slot]
             assert length == depth * BLOCK, f"slot {entry.slot} is published after {depth * BLOCK} tokens, not {length}"
             now = [bits(pool[entry.slot]) for pool in self.pools.per_slot]
@@ -155,7 +153,7 @@ class Watched:
         [cache] = self.caches
         index = cache._index
         assert isinstance(index, PrefixIndex)
-        states = list(index._states.values())[:at_most]
+        states = list(index.states)[:at_most]
         for entry in states:
             chain = [entry]
             while chain[0].parent is not None:

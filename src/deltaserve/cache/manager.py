@@ -283,20 +283,26 @@ class CacheManager:
             self._num_dropped += 1
             return
         slot = lease.own[i]
-        if not self._index.snapshot(lease.chain, boundary, slot):
+        if not self._keep(lease, boundary, slot):
             self._slots.drop(fresh[0])
             return
-        self._num_kept += 1
         lease.own[i] = fresh[0]
         if lease.read == slot:
             lease.shared = slot
         else:
             self._slots.drop(slot)
 
+    def _keep(self, lease: Lease, boundary: int, slot: int) -> bool:
+        """Offer the state after `boundary` tokens to the index. Inside an answer it takes the place of the one before,
+        and counts as the same."""
+        kept = self._index.snapshot(lease.chain, boundary, slot)
+        self._num_kept += kept and not self._index.supersede(lease.chain, boundary, lease.known)
+        return kept
+
     def _give_spares(self, lease: Lease, flight: Flight) -> None:
         for slot, boundary in flight.spares:
             assert slot not in lease.own, "a state is published that a row in flight writes"
-            self._num_kept += self._index.snapshot(lease.chain, boundary, slot)
+            self._keep(lease, boundary, slot)
         self._drop_spares(flight)
 
     def _drop_spares(self, flight: Flight) -> None:

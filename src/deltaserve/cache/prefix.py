@@ -15,35 +15,17 @@ from __future__ import annotations
 import hashlib
 import heapq
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from deltaserve.cache.entry import Entry
 from deltaserve.cache.pool import IdPool
+from deltaserve.cache.snapshots import Snapshots
 from deltaserve.core.plan import NO_SLOT
 
 SnapshotPolicy = Callable[[int, int], bool]
 """(boundary, known): is the state after `boundary` tokens worth a slot, for a request that came with `known` tokens."""
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """One block of a prefix, with the state after its last token where that is kept."""
-
-    key: bytes
-    parent: Entry | None
-    salt: bytes
-    tokens: bytes
-    block: int
-    slot: int = NO_SLOT
-    num_children: int = 0
-    used: int = 0
-    """The index's clock at the last use."""
-    alive: bool = True
-    """Still in the index."""
-    withdrawn: bool = False
-    """Left the index because it is not to be trusted."""
 
 
 @dataclass(slots=True)
@@ -87,6 +69,10 @@ class Index(Protocol):
     def snapshot(self, chain: Chain, boundary: int, slot: int) -> bool:
         """Keep the state after `boundary` tokens. False: it is not kept and the index holds no reference to it."""
 
+    def supersede(self, chain: Chain, boundary: int, known: int) -> bool:
+        """Forget the last state before the one at `boundary`, where it lies behind the first `known` tokens and nobody
+        has use for it: whoever continues an answer does so from its end."""
+
     def surrender(self, chain: Chain) -> None:
         """Forget the state at the chain's end, because its last reader is about to write there."""
 
@@ -126,6 +112,9 @@ class NoPrefixIndex:
     def snapshot(self, chain: Chain, boundary: int, slot: int) -> bool:
         return False
 
+    def supersede(self, chain: Chain, boundary: int, known: int) -> bool:
+        return False
+
     def surrender(self, chain: Chain) -> None: ...
 
     def withdraw(self, chain: Chain) -> None: ...
@@ -141,7 +130,7 @@ class NoPrefixIndex:
 
 
 def every_boundary(boundary: int, known: int) -> bool:
-    """Keep the state at every block boundary that a step ends at or crosses, and let the least recently used go."""
+    """Keep the state at every block boundary that a step ends at or crosses, and let go what is worth least."""
     return True
 
 
@@ -149,7 +138,7 @@ class PrefixIndex:
     """A forest of blocks under chained content hashes.
 
     Blocks go leaf first, those without a state before those that can be resumed, then the least recently used. States
-    go by last use alone, wherever they are: a prefix without one stays a way to the states behind it.
+    go by what they save, wherever they are (`snapshots.py`): a prefix without one stays a way to the states behind it.
     """
 
     keeps = True
@@ -162,13 +151,13 @@ class PrefixIndex:
         self.entries: dict[bytes, Entry] = {}
         self._blocks, self._slots, self._block_size = blocks, slots, block_size
         self._salt, self._policy = salt, policy
-        self._states: OrderedDict[bytes, Entry] = OrderedDict()
+        self.states = Snapshots()
         self._leaves: list[tuple[bool, int, bytes]] = []
         self._clock = 0
 
     @property
     def num_states(self) -> int:
-        return len(self._states)
+        return len(self.states)
 
     def match(self, token_ids: Sequence[int], salt: bytes) -> Chain:
         chain = Chain(salt)
@@ -183,7 +172,7 @@ class PrefixIndex:
         for entry in chain.entries:
             self._touch(entry)
         if chain.entries:
-            self._states.move_to_end(chain.entries[-1].key)
+            self.states.use(chain.entries[-1])
         return chain
 
     def publish(self, chain: Chain, token_ids: Sequence[int], blocks: Sequence[int], num_tokens: int) -> None:
@@ -198,7 +187,7 @@ class PrefixIndex:
                 if key in self.entries:
                     return  # another prefix has this key: ours, and all behind it, stays unpublished
                 parent = chain.entries[-1] if chain.entries else None
-                entry = self.entries[key] = Entry(key, parent, chain.salt, tokens, blocks[j])
+                entry = self.entries[key] = Entry(key, parent, chain.salt, tokens, blocks[j], j + 1)
                 self._blocks.cache(entry.block)
                 if parent is not None:
                     parent.num_children += 1
@@ -216,8 +205,16 @@ class PrefixIndex:
         assert entry.alive, "a state is kept for a prefix that has left the index"
         self._slots.cache(slot)
         entry.slot = slot
-        self._states[entry.key] = entry
+        self.states.add(entry)
         self._offer(entry)
+        return True
+
+    def supersede(self, chain: Chain, boundary: int, known: int) -> bool:
+        entry = self._at(chain, boundary)
+        before = None if entry is None or entry.slot == NO_SLOT else self.states.before(entry)
+        if before is None or before.depth * self._block_size <= known or not self._slots.is_idle(before.slot):
+            return False
+        self._forget_state(before)
         return True
 
     def surrender(self, chain: Chain) -> None:
@@ -249,11 +246,9 @@ class PrefixIndex:
             self._offer(entry)
 
     def evict_slot(self) -> None:
-        for entry in self._states.values():
-            if self._slots.is_idle(entry.slot):
-                self._forget_state(entry)
-                return
-        raise AssertionError("the index is asked for a slot and has none that is idle")
+        entry = self.states.least(lambda entry: self._slots.is_idle(entry.slot))
+        assert entry is not None, "the index is asked for a slot and has none that is idle"
+        self._forget_state(entry)
 
     def check(self) -> tuple[list[int], list[int]]:
         children: dict[int, int] = {}
@@ -266,12 +261,15 @@ class PrefixIndex:
         for key, entry in self.entries.items():
             assert entry.key == key, "an entry stands under another key"
             assert entry.num_children == children.get(id(entry), 0), "an entry has miscounted its children"
-            assert (entry.slot != NO_SLOT) == (key in self._states), "an entry's state is not in the order of use"
+            assert (entry.slot != NO_SLOT) == (entry in self.states), (
+                "an entry's state is not among those that are kept"
+            )
             assert entry.num_children or self._item(entry) in offered, "a leaf cannot be evicted"
-        assert len(self._states) == sum(entry.slot != NO_SLOT for entry in self.entries.values()), (
+        self.states.check()
+        assert len(self.states) == sum(entry.slot != NO_SLOT for entry in self.entries.values()), (
             "a state without entry"
         )
-        return [entry.block for entry in self.entries.values()], [entry.slot for entry in self._states.values()]
+        return [entry.block for entry in self.entries.values()], [entry.slot for entry in self.states]
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
@@ -321,7 +319,7 @@ class PrefixIndex:
 
     def _forget_state(self, entry: Entry) -> None:
         slot, entry.slot = entry.slot, NO_SLOT
-        del self._states[entry.key]
+        self.states.remove(entry)
         self._slots.uncache(slot)
         self._offer(entry)
 
