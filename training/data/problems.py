@@ -211,13 +211,17 @@ class Sheet:
         self.cast.set("cur", self.currency)
         self.spelled = rng.random() < 0.3
         for name in template.tables:
-            for column, cell in rng.choice(table(name)).items():
+            for column, cell in self.row(name).items():
                 if cell.isdigit():
                     self.numbers[column] = int(cell)
                 else:
                     self.take(column, cell)
         for name, draw in template.draws:
             self.draw(name, draw)
+
+    def row(self, name: str) -> dict[str, str]:
+        """Draws a row of a table."""
+        return self.rng.choice(table(name))
 
     def take(self, column: str, cell: str) -> None:
         """Fills the slot of a table's column."""
@@ -338,12 +342,12 @@ def from_template(rng: random.Random, template: Template) -> Problem | None:
 
 def any_problem(rng: random.Random) -> Problem:
     from training.data.chain import chain
-    from training.data.telling import tellings, told
+    from training.data.telling import told, weighted
 
     while True:
         x = rng.random()
         if x < TOLD:
-            problem = told(rng, rng.choice(tellings()))
+            problem = told(rng, rng.choice(weighted()))
         elif x < TOLD + CHAINED:
             problem = chain(rng, rng.choice(chains()))
         else:

@@ -7,17 +7,18 @@ question stands and in which tense all is told are drawn independently, so that 
 
 import random
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from training.data.cast import Person, conjugate
+from training.data.cast import Person, conjugate, table
 from training.data.distraction import distracted
 from training.data.grammar import expand
 from training.data.problems import Problem, Sheet, Template, Work, compiled, read, tidy, with_macros
 from training.data.sums import OutOfRangeError, in_words
 
 HERE = Path(__file__).parent / "told"
-FILES = ("stock", "groups", "compare", "money", "time", "many")
+FILES = ("stock", "groups", "compare", "money", "time", "many", "daily")
 PAST = 0.65
 WORDY = 0.05
 FIRST = [
@@ -37,7 +38,9 @@ INDIRECT = [
 ]  # fmt: skip
 BEFORE = ["so ", "now, ", "in the end, ", "then ", "after {all |}this, ", "at the end of the day, ", "in total, "]
 MOVES = re.compile(r"/|\{(?:there|are|isp|be)\}|_ \w+\}|_\}|%|\{lessd|\{mored")
+EVENT = re.compile(r"\w/|\{(?:out_|in_|lessd_|mored_)")
 FORMS = {"are": ("are", "were"), "isp": ("is", "was"), "there": ("there are", "there were"), "has": ("has", "had")}
+PICK = re.compile(r"\{[^{}|]+(?:\|[^{}|]+)+\}")
 BOTH_FORMS = re.compile(r"<([^~<>]*)~([^<>]*)>")
 
 
@@ -46,8 +49,8 @@ class Telling(Sheet):
 
     ``{who}`` is the subject's name at first and its pronoun later, ``{whose}`` the possessive; ``{give/gave}`` agrees
     with the subject and the tense, ``{hold//held}`` with a single thing, ``{fall/=fell}`` with several; ``{be} {are}
-    {isp} {there} {did}`` follow the tense.  Columns of a table that end in an underscore are clauses: ``{out_ x}`` draws
-    one, with ``x`` in the place of its ``{#}``.
+    {isp} {there} {did}`` follow the tense.  Columns that end in an underscore are clauses: ``{out_ x}`` draws one,
+    with ``x`` in the place of its ``{#}``.
     """
 
     def __init__(self, rng: random.Random, template: Template) -> None:
@@ -56,6 +59,14 @@ class Telling(Sheet):
         self.named = False
         self.cells: dict[str, str] = {}
         super().__init__(rng, template)
+
+    def row(self, name: str) -> dict[str, str]:
+        """A row in which a pick that occurs several times is drawn once: what is liters stays liters."""
+        row = super().row(name)
+        for pick in _repeated(tuple(row.values())):
+            drawn = self.rng.choice(pick[1:-1].split("|"))
+            row = {column: cell.replace(pick, drawn) for column, cell in row.items()}
+        return row
 
     def take(self, column: str, cell: str) -> None:
         if column.endswith("_"):
@@ -119,6 +130,13 @@ class Telling(Sheet):
 
 
 @cache
+def _repeated(cells: tuple[str, ...]) -> list[str]:
+    """The innermost picks that occur more than once, without those of slots, which agree with what is around them."""
+    found = Counter(pick for cell in cells for pick in PICK.findall(cell))
+    return [pick for pick, count in found.items() if count > 1 and "/" not in pick and "{|" not in pick]
+
+
+@cache
 def _clause(cell: str, argument: str) -> str:
     text = with_macros(cell.replace("{#}", "{" + argument + "}").replace("{$#}", "{$" + argument + "}"))
     return "{" + text + "}" if "|" in text else text
@@ -128,6 +146,12 @@ def _clause(cell: str, argument: str) -> str:
 def tellings() -> list[Template]:
     """The templates of ``told/``."""
     return [t for name in FILES for t in read(name, HERE)]
+
+
+@cache
+def weighted() -> list[Template]:
+    """The templates as often as they are drawn: those whose scenes fill a long table more often than others."""
+    return [t for t in tellings() for _ in range(max(1, min(4, sum(len(table(name)) for name in t.tables) // 8)))]
 
 
 class Teller:
@@ -186,7 +210,7 @@ class Teller:
             return (
                 f"{opening}{direct(self.say(self.question))} {rng.choice(['if', 'when', 'if'])} {self.say(facts[-1])}?"
             )
-        if x < 0.30 and self.ordered and many > 1:
+        if x < 0.30 and self.ordered and many > 1 and EVENT.search(facts[-1]):
             word = rng.choice(["after", "when", "once"])
             return f"{opening}{word} {self.say(facts[-1])}, {direct(self.say(self.question))}?"
         story = self.story(facts)
