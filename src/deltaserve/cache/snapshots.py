@@ -44,7 +44,7 @@ class Snapshot:
         return self.entry.depth - (0 if self.before is None else self.before.entry.depth)
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def standing(self) -> tuple[int, int]:
         return worth(self.num_saved, self.mark), self.used
 
 
@@ -54,7 +54,7 @@ class Snapshots:
     def __init__(self) -> None:
         self._all: dict[bytes, Snapshot] = {}
         self._heap: list[tuple[int, int, bytes]] = []
-        """Ranks and keys. Items that have become untrue stay until they surface."""
+        """Worth, last use and key. Items that have become untrue stay until they surface."""
         self._mark = self._clock = 0
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class Snapshots:
         while self._heap and found is None:
             item = heapq.heappop(self._heap)
             snapshot = self._all.get(item[2])
-            if snapshot is None or item[:2] != snapshot.rank:
+            if snapshot is None or item[:2] != snapshot.standing:
                 continue
             passed.append(item)
             if may_go(snapshot.entry):
@@ -122,7 +122,7 @@ class Snapshots:
         """Raises AssertionError where what stands here contradicts itself."""
         offered = set(self._heap)
         for key, snapshot in self._all.items():
-            assert (*snapshot.rank, key) in offered, "a state cannot be given up"
+            assert (*snapshot.standing, key) in offered, "a state cannot be given up"
             before, place = None, snapshot.entry.parent
             while place is not None and before is None:
                 before, place = self._all.get(place.key), place.parent
@@ -140,9 +140,9 @@ class Snapshots:
 
     def _push(self, snapshot: Snapshot) -> None:
         if len(self._heap) > 2 * len(self._all) + 64:
-            self._heap = [(*s.rank, key) for key, s in self._all.items() if s is not snapshot]
+            self._heap = [(*s.standing, key) for key, s in self._all.items() if s is not snapshot]
             heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (*snapshot.rank, snapshot.entry.key))
+        heapq.heappush(self._heap, (*snapshot.standing, snapshot.entry.key))
 
 
 def _leads_to(entry: Entry, other: Entry) -> bool:
