@@ -4,9 +4,11 @@ The grammar knows nothing of sums or chats: slots are resolved by a callable tha
 """
 
 import random
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 
+START = re.compile(r"""(?:^|[.?!\n])[ $"'(.?!\n]*[^\W_]""")
 Slot = Callable[[str], str]
 Node = str | tuple[str, object]
 
@@ -85,16 +87,5 @@ def fill(text: str, rng: random.Random, values: Mapping[str, object]) -> str:
 
 def sentences(text: str) -> str:
     """Puts a capital at the start of every sentence and removes doubled spaces."""
-    out = []
-    start = True
-    for char in " ".join(text.split(" ")).replace("  ", " ").replace("  ", " "):
-        if start and (char.isalpha() or char.isdigit()):
-            char, start = char.upper(), False
-        elif char in ".?!\n":
-            start = True
-        elif char in "$\"'(" or char == " ":
-            pass
-        else:
-            start = False
-        out.append(char)
-    return "".join(out).strip()
+    text = text.replace("  ", " ").replace("  ", " ")
+    return START.sub(lambda match: match[0].upper(), text).strip()

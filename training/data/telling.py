@@ -41,6 +41,8 @@ MOVES = re.compile(r"/|\{(?:there|are|isp|be)\}|_ \w+\}|_\}|%|\{lessd|\{mored")
 EVENT = re.compile(r"\w/|\{(?:out_|in_|lessd_|mored_)")
 FORMS = {"are": ("are", "were"), "isp": ("is", "was"), "there": ("there are", "there were"), "has": ("has", "had")}
 PICK = re.compile(r"\{[^{}|]+(?:\|[^{}|]+)+\}")
+FIRST_PERSON = re.compile(r"\bi\b")
+SPECIAL = ("as:", "cur1", "maker", "be", "did")
 BOTH_FORMS = re.compile(r"<([^~<>]*)~([^<>]*)>")
 
 
@@ -75,11 +77,23 @@ class Telling(Sheet):
             super().take(column, "{" + cell + "}" if "|" in cell else cell)
 
     def __call__(self, slot: str) -> str:
+        value = self.numbers.get(slot)
+        if value is not None:
+            if self.wordy and value <= 100:
+                return in_words(value)
+            return f"{value:,}" if value >= 1000 and self.rng.random() < 0.2 else super().__call__(slot)
         if slot in ("who", "whose", "Who"):
             return self._named(slot)
+        if "/" in slot:
+            return self._verb(*slot.split("/", 1))
         head, _, argument = slot.partition(" ")
         if head in self.cells:
             return expand(_clause(self.cells[head], argument), self.rng, self)
+        if slot in FORMS:
+            return FORMS[slot][self.past]
+        return self._special(slot) if slot.startswith(SPECIAL) or slot.endswith(":doz") else super().__call__(slot)
+
+    def _special(self, slot: str) -> str:
         if slot.startswith("as:"):
             return self._cast_as("a " + slot[3:])
         if slot.endswith(":doz"):
@@ -87,20 +101,12 @@ class Telling(Sheet):
             return self.rng.choice(["a dozen", "one dozen"]) if count == 1 else f"{in_words(count)} dozen"
         if slot == "cur1":
             return self.currency.removesuffix("s")
-        if "/" in slot:
-            return self._verb(*slot.split("/", 1))
-        if slot in FORMS:
-            return FORMS[slot][self.past]
         if slot == "maker":
             return self.cast("who")
         if slot == "be":
             return self.cast("was" if self.past else "is")
         if slot == "did":
             return "did" if self.past else self.cast("do+s")
-        if self.wordy and slot in self.numbers and self.numbers[slot] <= 100:
-            return in_words(self.numbers[slot])
-        if self.numbers.get(slot, 0) >= 1000 and self.rng.random() < 0.2:
-            return f"{self.numbers[slot]:,}"
         return super().__call__(slot)
 
     def _verb(self, present: str, past: str) -> str:
@@ -240,7 +246,7 @@ def told(rng: random.Random, template: Template) -> Problem | None:
     if not ordered:
         rng.shuffle(keys)
     facts = [rng.choice(template.parts[key]) for key in keys]
-    text = re.sub(r"\bi\b", "I", tidy(Teller(rng, sheet, facts, rng.choice(template.parts["k"]), ordered).tell()))
+    text = FIRST_PERSON.sub("I", tidy(Teller(rng, sheet, facts, rng.choice(template.parts["k"]), ordered).tell()))
     work = Work(sheet)
     sheet.spelled = sheet.wordy = False
     try:
