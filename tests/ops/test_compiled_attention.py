@@ -37,9 +37,9 @@ def signature(kernel: Any, dtype: str, others: dict[str, str]) -> dict[str, str]
     return {name: others.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
 
 
-def compile_step(target: str, queries: int, length: int, dtype: str = "bf16") -> Resources:
+def compile_step(target: str, queries: int, dtype: str = "bf16") -> Resources:
     config = triton_step.choose(DEVICES[target], queries, 256, 4 if dtype == "fp32" else 2)
-    constants = {**ATTENTION, "LENGTH": length, "BLOCK_M": queries, "KEYS": config.keys, "SPAN": 128}
+    constants = {**ATTENTION, "BLOCK_M": queries, "KEYS": config.keys, "SPAN": 128}
     others = {"table_ptr": "*i32", "context_ptr": "*i32", "acc_ptr": "*fp32", "peak_ptr": "*fp32", "scale": "fp32"}
     kernel = triton_step.step_kernel
     types = signature(kernel, dtype, others)
@@ -52,9 +52,9 @@ def assert_fits(found: Resources, target: str, spilled: int = 0) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("queries", "length"), [(16, 1), (32, 4)])
-def test_step(target: str, queries: int, length: int) -> None:
-    found = compile_step(target, queries, length)
+@pytest.mark.parametrize("queries", [16, 32])
+def test_step(target: str, queries: int) -> None:
+    found = compile_step(target, queries)
     assert_fits(found, target)
     if target == "sm_90":
         assert found.registers <= 255
@@ -64,14 +64,14 @@ def test_step(target: str, queries: int, length: int) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_step_of_nine_tokens(target: str) -> None:
-    assert_fits(compile_step(target, 128, 9), target, spilled=128)
+    assert_fits(compile_step(target, 128), target, spilled=128)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_join(target: str) -> None:
     kernel = triton_step.join_kernel
     constants = {
-        "LENGTH": 1, "NUM_Q": 16, "WIDTH": 256, "BLOCK_D": 256, "PARTS": 16, "BLOCK": 64, "SPAN": 128, "HAS_GATE": True,
+        "NUM_Q": 16, "WIDTH": 256, "BLOCK_D": 256, "PARTS": 16, "BLOCK": 64, "SPAN": 128, "HAS_GATE": True,
     }  # fmt: skip
     others = {"context_ptr": "*i32", "acc_ptr": "*fp32", "peak_ptr": "*fp32"}
     assert_fits(compile_for(TARGETS[target], kernel, signature(kernel, "bf16", others), constants), target)

@@ -13,8 +13,9 @@ from tests.ops.attention_rows import EPS, Rows
 
 pytestmark = pytest.mark.gpu
 LARGE, SMALL = ((16, 2), 256), ((4, 2), 64)
-SHAPES = [LARGE, SMALL, ((3, 3), 40), ((6, 2), 128)]
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+KINDS = [(LARGE, torch.bfloat16), (LARGE, torch.float32), (SMALL, torch.float32), (((6, 2), 40), torch.bfloat16)]
+"""Few, because each is compiled."""
 
 
 def rows_of(
@@ -44,9 +45,8 @@ def check(rows: Rows) -> None:
     assert rows.untouched(before)
 
 
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize(("shape", "dtype"), KINDS)
+@pytest.mark.parametrize("length", [1, 2])
 def test_steps_over_contexts_of_every_length(
     length: int, shape: tuple[tuple[int, int], int], dtype: torch.dtype
 ) -> None:
@@ -54,7 +54,7 @@ def test_steps_over_contexts_of_every_length(
     check(rows_of(shape, [context - length for context in contexts], [length] * 6, 6, dtype))
 
 
-@pytest.mark.parametrize("length", [3, 5, 8, 9])
+@pytest.mark.parametrize("length", [3, 4, 5, 8, 9])
 def test_steps_of_many_tokens(length: int) -> None:
     check(rows_of(LARGE, [100, 0, 1000], [length] * 3, 3))
 
@@ -69,8 +69,7 @@ def test_one_long_row_among_short_ones() -> None:
     check(rows_of(LARGE, [0, 30000, *[5] * 30], [1] * 32, 32))
 
 
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), KINDS)
 def test_chunks_behind_contexts(shape: tuple[tuple[int, int], int], dtype: torch.dtype) -> None:
     check(rows_of(shape, [0, 5, 64, 130, 0], [1, 63, 64, 65, 200], 0, dtype))
 

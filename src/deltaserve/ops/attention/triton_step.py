@@ -10,8 +10,8 @@ launch joins them. All query heads of a key head share a program, which is what 
 
 Bytes: keys and values of the contexts once; for rows of several units 2 x 4 bytes per unit, head and dimension.
 
-Variants: the power of two that holds tokens * heads per key head (16 to 128), tokens of a row, heads, widths, dtypes.
-Numbers of rows and lengths of contexts and tables are none.
+Variants: the power of two that holds tokens * heads per key head (16 to 128), heads, widths, dtypes. Numbers of rows
+and of their tokens and lengths of contexts and tables are none.
 
 Shape letters: T tokens, H query heads, G key heads, D head width, B rows, L tokens of a row, U units, M queries of a
 unit (tokens times query heads per key head).
@@ -70,7 +70,7 @@ def share_of(context_ptr, num_rows, target, BLOCK: tl.constexpr, SPAN: tl.conste
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "target", "table_stride", "first_key", "scale"],
+    do_not_specialize=["num_rows", "target", "length", "table_stride", "first_key", "scale"],
     do_not_specialize_on_alignment=["table_ptr", "context_ptr"],
 )
 def step_kernel(
@@ -84,12 +84,12 @@ def step_kernel(
     peak_ptr,
     num_rows,
     target,
+    length,
     table_stride,
     gate_stride,
     plane_stride,
     first_key,
     scale,
-    LENGTH: tl.constexpr,
     NUM_Q: tl.constexpr,
     NUM_KV: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -133,14 +133,14 @@ def step_kernel(
     m = tl.arange(0, BLOCK_M)
     token = m // BLOCK_P
     head = m % BLOCK_P
-    is_query = (token < LENGTH) & (head < SHARING)
+    is_query = (token < length) & (head < SHARING)
     column = tl.arange(0, BLOCK_D)
     inside = column < WIDTH
     at_query = (token * NUM_Q + group * SHARING + head) * WIDTH
     mask_query = is_query[:, None] & inside[None, :]
-    first_query = row.to(tl.int64) * (LENGTH * NUM_Q * WIDTH)
+    first_query = row.to(tl.int64) * length * (NUM_Q * WIDTH)
     q = tl.load(q_ptr + first_query + at_query[:, None] + column[None, :], mask=mask_query, other=0.0)
-    last_seen = context - LENGTH + token
+    last_seen = context - length + token
     log_scale = scale * 1.4426950408889634
     if UPCAST:
         q = q.to(tl.float32)
@@ -184,21 +184,21 @@ def step_kernel(
     if num_units == 1:
         out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if HAS_GATE:
-            first_gate = (row.to(tl.int64) * LENGTH + token) * gate_stride + (group * SHARING + head) * WIDTH
+            first_gate = (row.to(tl.int64) * length + token) * gate_stride + (group * SHARING + head) * WIDTH
             gate = tl.load(gate_ptr + first_gate[:, None] + column[None, :], mask=mask_query, other=0.0)
             out = out / (1.0 + tl.exp(-gate.to(tl.float32)))
         out = tl.where((total == 0.0)[:, None], 0.0, out)
         to = out_ptr + first_query + at_query[:, None] + column[None, :]
         tl.store(to, out.to(out_ptr.dtype.element_ty), mask=mask_query)
     else:
-        first_part = unit.to(tl.int64) * (LENGTH * NUM_Q)
+        first_part = unit.to(tl.int64) * length * NUM_Q
         tl.store(acc_ptr + first_part * WIDTH + at_query[:, None] + column[None, :], acc, mask=mask_query)
         to_peak = peak_ptr + (first_part + token * NUM_Q + group * SHARING + head) * 2
         tl.store(to_peak, peak, mask=is_query)
         tl.store(to_peak + 1, total, mask=is_query)
 
 
-@triton.jit(do_not_specialize=["num_rows", "target"], do_not_specialize_on_alignment=["context_ptr"])
+@triton.jit(do_not_specialize=["num_rows", "target", "length"], do_not_specialize_on_alignment=["context_ptr"])
 def join_kernel(
     gate_ptr,
     context_ptr,
@@ -207,8 +207,8 @@ def join_kernel(
     peak_ptr,
     num_rows,
     target,
+    length,
     gate_stride,
-    LENGTH: tl.constexpr,
     NUM_Q: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -220,7 +220,7 @@ def join_kernel(
     """One token and head of a program: joins the units of its row; zeros for a row without a context."""
     head = tl.program_id(0)
     token = tl.program_id(1)
-    own = token // LENGTH
+    own = token // length
     share = share_of(context_ptr, num_rows, target, BLOCK, SPAN)
     num_units = units_of(tl.load(context_ptr + own), share, BLOCK)
     if num_units == 1:
@@ -237,7 +237,7 @@ def join_kernel(
     for first in range(0, num_units, PARTS):
         part = first + tl.arange(0, PARTS)
         is_part = part < num_units
-        at = ((first_unit + part).to(tl.int64) * LENGTH + token % LENGTH) * NUM_Q + head
+        at = ((first_unit + part).to(tl.int64) * length + token % length) * NUM_Q + head
         peaks = tl.load(peak_ptr + at * 2, mask=is_part, other=float("-inf"))
         totals = tl.load(peak_ptr + at * 2 + 1, mask=is_part, other=0.0)
         mask = is_part[:, None] & inside[None, :]
@@ -292,14 +292,14 @@ def step(
     context = layout.context_len[segment.row_start :]
     step_kernel[(num_kv, max_units)](
         q_THD, gate_TX, kv_pool, table, context, out_THD, acc, peak,
-        rows, target, table.stride(0), gate_TX.stride(0), kv_pool.stride(0), layout.first_key, scale,
-        LENGTH=length, NUM_Q=num_q, NUM_KV=num_kv, WIDTH=width, SHARING=sharing,
+        rows, target, length, table.stride(0), gate_TX.stride(0), kv_pool.stride(0), layout.first_key, scale,
+        NUM_Q=num_q, NUM_KV=num_kv, WIDTH=width, SHARING=sharing,
         BLOCK_P=block_p, BLOCK_M=block_m, BLOCK_D=block_d, KEYS=config.keys, BLOCK=BLOCK, SPAN=128,
         HAS_GATE=has_gate, UPCAST=not q_THD.is_cuda,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     join_kernel[(num_q, rows * length)](
-        gate_TX, context, out_THD, acc, peak, rows, target, gate_TX.stride(0),
-        LENGTH=length, NUM_Q=num_q, WIDTH=width, BLOCK_D=block_d, PARTS=16, BLOCK=BLOCK, SPAN=128, HAS_GATE=has_gate,
+        gate_TX, context, out_THD, acc, peak, rows, target, length, gate_TX.stride(0),
+        NUM_Q=num_q, WIDTH=width, BLOCK_D=block_d, PARTS=16, BLOCK=BLOCK, SPAN=128, HAS_GATE=has_gate,
         num_warps=4,
     )  # fmt: skip
