@@ -59,7 +59,7 @@ class EngineConfig:
     enforce_eager: bool = option(False, "no CUDA graphs: start sooner, decode slower, say the same")
     overlap: Overlap = option(
         "auto",
-        "plan a step while the one before is computed; auto is on with a GPU and off on a CPU, where it gains nothing",
+        "plan a step while the one before is computed; auto does where a device computes while the host goes on",
     )
     num_threads: int | None = option(
         None, "CPU threads; by default one for every 64 MiB of weights, as far as there are cores"

@@ -57,8 +57,8 @@ def requests() -> list[Request]:
     return made
 
 
-def make(folder: Path, overlap: str, *, late: bool = False, guesses: int = 0, **settings: Any) -> Watched:
-    config = EngineConfig(
+def configure(folder: Path, overlap: str, guesses: int = 0, **settings: Any) -> EngineConfig:
+    return EngineConfig(
         model=str(folder),
         dtype="float64",
         state_dtype="float64",
@@ -66,16 +66,22 @@ def make(folder: Path, overlap: str, *, late: bool = False, guesses: int = 0, **
         speculative_tokens=str(guesses),  # type: ignore[arg-type]
         **{"max_num_seqs": 4, "max_num_batched_tokens": 40, "num_blocks": 14, "num_slots": 12, **settings},
     )
-    watched = Watched(config, NAN)
-    runner, blueprint = watched.engine.workers.runner, watched.engine.blueprint
-    assert runner is not None
+
+
+def make(folder: Path, overlap: str, *, late: bool = False, guesses: int = 0, **settings: Any) -> Watched:
+    watched = Watched(configure(folder, overlap, guesses, **settings), NAN)
     if late:
-        lengths = range(1, 2 + blueprint.num_guesses)
-        sizes = (blueprint.model.hidden_size, blueprint.dtype)
-        graphs = StepGraphs(runner.model, runner.pools, runner.seats, lengths, *sizes)
-        graphs.record(progress=False)
-        runner.use_graphs(graphs)
+        let_outcomes_come_late(watched.engine)
     return watched
+
+
+def let_outcomes_come_late(engine: Engine) -> None:
+    runner, blueprint = engine.workers.runner, engine.blueprint
+    assert runner is not None
+    lengths, sizes = range(1, 2 + blueprint.num_guesses), (blueprint.model.hidden_size, blueprint.dtype)
+    graphs = StepGraphs(runner.model, runner.pools, runner.seats, lengths, *sizes)
+    graphs.record(progress=False)
+    runner.use_graphs(graphs)
 
 
 def answers(watched: Watched, draw: random.Random | None) -> dict[str, list[Any]]:
@@ -163,7 +169,11 @@ def test_overlap_costs_no_prefill(folder: Path) -> None:
     assert costs[0] == costs[1]
 
 
-def test_auto_is_off_on_a_cpu(folder: Path) -> None:
-    engine = Engine(EngineConfig(model=str(folder), num_blocks=4, max_num_seqs=1))
-    assert not engine.overlaps
-    engine.close()
+@pytest.mark.parametrize(("late", "steps"), [(False, 1), (True, 2)])
+def test_auto_overlaps_where_outcomes_come_late(late: bool, steps: int, folder: Path) -> None:
+    engine = Engine(configure(folder, "auto"))
+    if late:
+        let_outcomes_come_late(engine)
+    engine.add(requests()[0])
+    engine.step()
+    assert engine.stats().steps == steps

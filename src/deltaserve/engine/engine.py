@@ -23,6 +23,7 @@ from deltaserve.engine.validation import validate
 from deltaserve.engine.workers import Workers
 from deltaserve.model_config import ModelConfig
 from deltaserve.runner.blueprint import Blueprint
+from deltaserve.runner.runner import Computed
 from deltaserve.scheduler.scheduler import Scheduler
 from deltaserve.scheduler.speculation import Speculation
 
@@ -80,8 +81,6 @@ class Engine:
             seed=config.seed,
             speculation=Speculation(blueprint.num_guesses),
         )
-        # On a CPU a launch computes: what it gave would only wait for the step behind it.
-        self.overlaps = config.overlap == "on" or (config.overlap == "auto" and blueprint.device.type != "cpu")
         self._in_flight: tuple[Plan, Pending] | None = None
         self._unusable: Exception | None = None
 
@@ -112,8 +111,8 @@ class Engine:
             step = self._in_flight or self._launch()
             if step is None:
                 return []
-            self._in_flight = self._launch() if self.overlaps else None
             plan, pending = step
+            self._in_flight = self._launch() if self._overlaps(pending) else None
             outputs = self.scheduler.commit(plan, pending.result())
             self._check_when_idle()
         except BaseException as error:
@@ -141,6 +140,12 @@ class Engine:
         """The next step, begun; None: there is nothing to do, or nothing before the step in flight has ended."""
         plan = self.scheduler.plan()
         return None if plan is None else (plan, self.workers.launch(plan))
+
+    def _overlaps(self, pending: Pending) -> bool:
+        """Whether the next step is launched before this one's outcome is taken. An outcome that is there already, as
+        on a CPU, would only wait for the step behind it."""
+        wanted = self.config.overlap
+        return wanted == "on" or (wanted == "auto" and not isinstance(pending, Computed))
 
     def _check_when_idle(self) -> None:
         if not self.scheduler.has_work:
