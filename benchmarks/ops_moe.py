@@ -69,14 +69,14 @@ def gate_up_of(rows: int, warps: int) -> Run:
     return run
 
 
-def pairs_of(rows: int, warps: int, outputs: int, chunk: int, down_warps: int) -> Run:
+def pairs_of(rows: int, warps: int, outputs: int, down_warps: int) -> Run:
     def run(x: Tensor, scores: Tensor, held: Held) -> object:
         from deltaserve.ops.moe.triton_pairs import down, gate_up
         from deltaserve.ops.moe.triton_route import route
 
         weights, ids, _ = route(scores, TOP_K, True, True)
         h = gate_up(x, held[0], held[2], ids, rows, warps)
-        return down(h, held[1], held[3], weights, ids, outputs, chunk, down_warps)
+        return down(h, held[1], held[3], weights, ids, outputs, down_warps)
 
     return run
 
@@ -92,7 +92,7 @@ def groups_of(pairs: int, inner: int, outputs: int, warps: int, stages: int, rea
     return run
 
 
-PAIRS = ((8, 4, 8, 4, 4), (4, 4, 8, 4, 4), (16, 4, 8, 4, 4), (8, 4, 4, 4, 4), (8, 4, 4, 2, 4), (8, 4, 8, 2, 4))
+PAIRS = ((8, 4, 4, 8), (4, 4, 4, 8), (16, 4, 4, 8), (8, 4, 2, 4), (8, 4, 4, 4), (8, 4, 8, 8), (8, 8, 4, 8))
 FEW = (
     (16, 64, 64, 4, 3, False),
     (16, 64, 64, 4, 4, False),
@@ -123,7 +123,7 @@ def cases() -> list[Case]:
     for rows, warps in ((4, 4), (8, 4), (16, 4), (8, 8)):
         found.append(case(f"route + gate_up BI={rows} w{warps}", 1, gate_up_of(rows, warps), 2 / 3))
     for cut in PAIRS:
-        label = "pairs BI={} w{} BD={} J={} w{}".format(*cut)
+        label = "pairs BI={} w{} BD={} w{}".format(*cut)
         found.extend(case(label, tokens, pairs_of(*cut)) for tokens in ((1, 8) if cut == PAIRS[0] else (1,)))
     found.append(case("pairs", 4, pairs_of(*PAIRS[0])))
     found.append(case("pairs", 16, pairs_of(*PAIRS[0])))

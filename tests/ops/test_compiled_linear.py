@@ -65,10 +65,11 @@ def test_gemv(target: str) -> None:
             rows = rows_per_program(outputs, inputs * (1 if quantized else 2), tokens, 132)
             found = compile_gemv(target, inputs, tokens, rows, way)
             assert found.spilled == 0
-            assert found.registers <= 200
+            assert found.registers <= 208
             assert found.shared <= 16 << 10
-            wide = "global_load_dwordx4" if target == "gfx942" else "v4.b32"
-            assert found.assembly.count(wide) >= rows * inputs * (1 if quantized else 2) // 16 // 128 // 2
+            if target == "sm_90":
+                row_bytes = inputs * (1 if quantized else 2)
+                assert found.assembly.count("v4.b32") >= rows * row_bytes // 16 // 128
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -179,14 +179,14 @@ def down_kernel(
 
 
 def choose_tiles(pairs: int, num_experts: int, quantized: bool, shared_bytes: int) -> Tiles:
-    """By the pairs that an expert has on average: few make a stream of weights, many a product. Fewer stages where
-    shared memory is small and e4m3 is widened in it."""
-    mean, stages = pairs / num_experts, 3 if shared_bytes > 200 << 10 else 2
+    """By the pairs that an expert has on average: few make a stream of weights, many a product. Fewer stages and
+    smaller tiles where shared memory is small, and e4m3 is widened in registers."""
+    mean, large = pairs / num_experts, shared_bytes > 200 << 10
     if mean <= 8:
-        return Tiles(16, 64, 64, stages=stages)
-    if not quantized or shared_bytes < 96 << 10:
-        return Tiles(32 if mean <= 24 else 64, 64, 64, stages=stages)
-    return Tiles(32, 128, 128, 4, stages, True) if mean <= 24 else Tiles(64, 128, 128, 8, stages, True)
+        return Tiles(16, 64, 64, stages=3 if large else 2)
+    if not (quantized and large):
+        return Tiles(32 if mean <= 24 or not large else 64, 64, 64, stages=3 if large else 2)
+    return Tiles(32, 128, 128, 4, 3, True) if mean <= 24 else Tiles(64, 128, 128, 8, 3, True)
 
 
 def grouped(
