@@ -60,10 +60,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--no-profile", action="store_true")
     asked = parser.parse_args(own)
+    rates = measure_rates(torch.device("cuda", 0))  # before the pools take the memory
+    torch.cuda.empty_cache()
     begin = time.perf_counter()
     engine = Engine(EngineConfig(**{name: _value(text) for name, text in (field.split("=") for field in fields)}))
     print(f"started in {time.perf_counter() - begin:.1f} s")
-    watch, where = Stopwatch(engine, measure_rates(engine.blueprint.device)), environment(engine.blueprint.device)
+    watch, where = Stopwatch(engine, rates), environment(engine.blueprint.device)
     print(where, watch.rates)
     watch.seconds(1, 64, 8)
     rows, lengths = ([int(part) for part in text.split(",") if part] for text in (asked.rows, asked.lengths))

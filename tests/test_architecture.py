@@ -137,6 +137,7 @@ FENCES: dict[str, tuple[str, tuple[str, ...]]] = {
             "runner/blueprint.py",
             "engine/compare.py",  # leaves the config's num_slots open
             "runner/inputs.py",
+            "runner/columns.py",
             "runner/graphs.py",
             "runner/warmup.py",
             "runner/setup.py",

@@ -14,6 +14,7 @@ from deltaserve.core.plan import Plan, Row, Seating
 from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.engine import Engine
 from deltaserve.runner.graphs import StepGraphs, row_counts
+from deltaserve.runner.inputs import Numbers
 
 
 def test_row_counts() -> None:
@@ -26,8 +27,16 @@ def test_row_counts() -> None:
 def with_graphs(engine: Engine) -> StepGraphs:
     runner, blueprint = engine.workers.runner, engine.blueprint
     assert runner is not None
-    lengths = range(1, 2 + blueprint.num_guesses)
-    graphs = StepGraphs(runner.model, runner.pools, runner.seats, lengths, blueprint.model.hidden_size, blueprint.dtype)
+    graphs = StepGraphs(
+        runner.model,
+        runner.pools,
+        runner.seats,
+        runner.inputs.last_token,
+        lengths=range(1, 2 + blueprint.num_guesses),
+        max_tokens=engine.config.max_num_batched_tokens,
+        hidden_size=blueprint.model.hidden_size,
+        dtype=blueprint.dtype,
+    )
     graphs.record(progress=False)
     runner.use_graphs(graphs)
     return graphs
@@ -101,5 +110,6 @@ def test_rows_that_do_not_fit_run_as_they_are() -> None:
     seating = Seating(seat=0, token_ids=[5, 6, 7], num_prompt=3, params=params, blocks=(1,))
     row = Row(seat=0, start=0, num_tokens=3, samples=True, write_slots=(-1, -1, 0))
     result = runner.step(Plan(step=0, seatings=[seating], rows=[row], num_decode=0))
-    assert graphs.last_token.tolist() == [result.rows[0].token_ids[0], 0, 0]
+    assert graphs.run(Numbers.of(Plan(step=1, rows=[row, row], num_decode=0))) is None
+    assert runner.inputs.last_token.tolist() == [result.rows[0].token_ids[0], 0, 0]
     engine.close()

@@ -34,7 +34,7 @@ def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
             logit_bias=draw.choice([{}, {5: 2.0}]),
             min_tokens=draw.choice([0, 3]),
             logprobs=draw.choice([None, 3]),
-            max_tokens=draw.randrange(1, 50),
+            max_tokens=draw.randrange(3, 50),
             ignore_eos=draw.random() < 0.5,
         )
         for number in range(count)

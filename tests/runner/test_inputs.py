@@ -147,7 +147,9 @@ def test_one_buffer_carries_all_arrays() -> None:
         np.array([], dtype=np.int64),
         np.array([[9]], dtype=np.int32),
     ]
-    tensors = _unpack(_pack(arrays), arrays)
+    buffer = np.zeros(64, dtype=np.uint8)
+    _pack(buffer, arrays)
+    tensors = _unpack(torch.from_numpy(buffer), arrays)
     for tensor, array in zip(tensors, arrays, strict=True):
         assert tensor.tolist() == array.tolist()
         assert str(tensor.dtype).removeprefix("torch.") == array.dtype.name

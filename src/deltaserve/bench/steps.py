@@ -20,6 +20,7 @@ from deltaserve.bench.report import environment, write
 from deltaserve.config import EngineConfig
 from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.engine import Engine
+from deltaserve.runner.device import choose_device
 
 
 class Stopwatch:
@@ -98,9 +99,10 @@ class Stopwatch:
 
 def run(config: EngineConfig, decode: Sequence[int], prefill: Sequence[int], path: Path | None) -> None:
     """Start an engine and print its tables, after one round that does not count. Raises ValueError as `Engine`."""
+    rates = measure_rates(choose_device(config.device))  # before the pools take the memory
     begin = time.perf_counter()
     engine = Engine(config)
-    watch = Stopwatch(engine, measure_rates(engine.blueprint.device))
+    watch = Stopwatch(engine, rates)
     watch.seconds(1, 64, 8)
     where = environment(engine.blueprint.device) | {"start_s": round(time.perf_counter() - begin, 1)}
     print(", ".join(f"{name} {value}" for name, value in where.items()))

@@ -1,12 +1,13 @@
-"""Steps of fixed shapes: recorded once as CUDA graphs, replayed whenever rows only extend.
+"""Steps of fixed shapes: recorded once as CUDA graphs, replayed whenever a step fits one.
 
-A graph has a number of rows and of tokens a row. A step takes the smallest that holds it; the rows that are left over
-are *padding*: they read the zero state, have no context, write nothing, and sit in a seat that no request has. What
-changes from step to step stands in tensors at fixed places: one copy from the host fills them.
+Two kinds. *Decode*: rows that only extend, all by as many tokens. *Prompt*: one row of a prompt, which would keep the
+host busier than the device. What a step leaves over of the graph's rows and tokens is *padding*: it reads the zero
+state, has no context, writes nothing, and sits in a seat that no request has. What changes from step to step stands in
+tensors at fixed places.
 
 On a CPU nothing is recorded and the same lines run each time. Knows no sampling and no queue.
 
-Shape letters: S seats, M most rows, L tokens a row, D hidden width.
+Shape letters: S seats, T tokens, D hidden width.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from deltaserve.layers.context import ForwardContext
-from deltaserve.ops.layout import BLOCK, Layout, Segment
-from deltaserve.runner.inputs import Batch, Numbers, Seats, to_device
+from deltaserve.ops.layout import Layout, Segment
+from deltaserve.runner.columns import Feed
+from deltaserve.runner.inputs import Batch, Ints, Numbers, Seats, to_device
 from deltaserve.runner.memory import Pools
 from deltaserve.runner.model import Model
 
-COPIES = 4
-"""Host buffers taken in turn: at most two steps are in flight, so one is rewritten only after its copy is over."""
+PROMPT_TOKENS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+"""Prompts up to each of these share a graph. Longer ones keep the device busy for longer than their launches take."""
 
 
 def row_counts(most: int) -> list[int]:
-    """The rows of the graphs: every count up to 4, then in steps of an eighth to a quarter, up to `most`."""
+    """The rows of the decode graphs: every count up to 8, then in steps of an eighth to a quarter, up to `most`."""
     counts, count = [], 1
     while count < most:
         counts.append(count)
@@ -42,104 +43,110 @@ def row_counts(most: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Columns:
-    """The numbers of a step, in one buffer: on the host to be filled, on the device to be read by a graph."""
+class Shape:
+    """Of a graph."""
 
-    buffer: Tensor
-    seat: Tensor
-    """[M] int64"""
-    read_slot: Tensor
-    """[M] int64"""
-    token: Tensor
-    """[M * L] int64"""
-    position: Tensor
-    """[M * L] int64"""
-    write_slot: Tensor
-    """[M * L] int64"""
-    kv_index: Tensor
-    """[M * L] int64"""
-    context_len: Tensor
-    """[M] int32"""
+    rows: int
+    tokens: int
+    is_decode: bool
+    """Else the rows are one prompt, and padding of at least one token."""
 
-    @classmethod
-    def make(cls, rows: int, length: int, device: torch.device | str, pinned: bool = False) -> Columns:
-        tokens = rows * length
-        sizes = [rows, rows, tokens, tokens, tokens, tokens, -(-rows // 2)]
-        buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pinned)
-        seat, read_slot, token, position, write_slot, kv_index, context = buffer.split_with_sizes(sizes)
-        return cls(buffer, seat, read_slot, token, position, write_slot, kv_index, context.view(torch.int32))
+    @property
+    def length(self) -> int:
+        """Of the longest row."""
+        return self.tokens // self.rows if self.is_decode else self.tokens - 1
 
 
 class StepGraphs:
-    """Owns the tensors that graphs read, and two tables of the device with one row per seat."""
+    """Owns the tensors that graphs read, and the block tables of the seats on the device."""
 
     def __init__(
-        self, model: Model, pools: Pools, seats: Seats, lengths: Sequence[int], hidden_size: int, dtype: torch.dtype
+        self,
+        model: Model,
+        pools: Pools,
+        seats: Seats,
+        last_token: Tensor,
+        *,
+        lengths: Sequence[int],
+        max_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
     ) -> None:
-        """`lengths`: tokens a row, of the graphs that there will be."""
-        device = pools.kv[0].device
+        """
+        last_token: [S + 1] int64, each seat's newest token.
+        lengths: tokens a row, of the decode graphs.
+        max_tokens: of a step; prompts are no longer.
+        """
         num_seats, num_blocks = seats.block_table.shape
-        self._model, self._pools, self._seats, self._device = model, pools, seats, device
+        self._model, self._pools, self._seats, self._last_token = model, pools, seats, last_token
+        self._device = last_token.device
         self.rows, self.lengths = row_counts(num_seats), tuple(lengths)
-        self.last_token = torch.zeros(num_seats + 1, dtype=torch.int64, device=device)
-        """Each seat's newest token; the last row is that of padding."""
-        self._block_table = torch.full((num_seats + 1, num_blocks), -1, dtype=torch.int32, device=device)
-        longest, on_gpu = max(lengths), device.type != "cpu"
-        self._columns = Columns.make(num_seats, longest, device)
-        self._host = [Columns.make(num_seats, longest, "cpu", pinned=on_gpu) for _ in range(COPIES)]
-        self._turn = 0
-        self._bounds = {n: torch.arange(num_seats + 1, dtype=torch.int32, device=device) * n for n in lengths}
-        self._hidden = torch.zeros(num_seats * longest, hidden_size, dtype=dtype, device=device)
-        self._replay: dict[tuple[int, int], Callable[[], ForwardContext]] = {}
+        self.prompts = [size for size in PROMPT_TOKENS if size <= max_tokens]
+        most = max(num_seats * max(lengths), *(size + 1 for size in self.prompts), 1)
+        self._block_table = torch.full((num_seats + 1, num_blocks), -1, dtype=torch.int32, device=self._device)
+        self._feed = Feed(seats, max(num_seats, 2), most, self._device)
+        self._hidden = torch.zeros(most, hidden_size, dtype=dtype, device=self._device)
+        self._replay: dict[Shape, Callable[[], ForwardContext]] = {}
 
     @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """(rows, tokens a row) of every graph, the largest first: the smaller ones use its memory again."""
-        return [(rows, length) for length in sorted(self.lengths, reverse=True) for rows in reversed(self.rows)]
+    def shapes(self) -> list[Shape]:
+        """Of every graph, the largest first: the smaller ones use its memory again."""
+        decode = [Shape(rows, rows * length, True) for length in self.lengths for rows in self.rows]
+        prompts = [Shape(2, size + 1, False) for size in self.prompts]
+        return sorted(decode + prompts, key=lambda shape: -shape.tokens)
 
     @torch.inference_mode()
     def record(self, progress: bool = True) -> None:
         """Record all graphs."""
         pool = None
-        for rows, length in tqdm(self.shapes, desc="Recording graphs", disable=not progress):
-            self._fill(self._nobody(), rows, length)
+        for shape in tqdm(self.shapes, desc="Recording graphs", disable=not progress):
+            self._feed.send(_nothing(), shape.rows, shape.tokens)
             if self._device.type == "cpu":
-                self._replay[rows, length] = partial(self._forward, rows, length)
+                self._replay[shape] = partial(self._forward, shape)
                 continue
-            self._forward(rows, length)  # whatever a first call sets up must not be recorded
+            self._forward(shape)  # whatever a first call sets up must not be recorded
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                context = self._forward(rows, length)
+                context = self._forward(shape)
             pool = graph.pool()
-            self._replay[rows, length] = partial(_replay, graph, context)
+            self._replay[shape] = partial(_replay, graph, context)
 
     def run(self, numbers: Numbers) -> tuple[Batch, Tensor] | None:
         """The step and the hidden states [T, D] of its tokens, which stand until the next call; None where no graph
-        fits: some row does not extend, or rows differ in length."""
-        length = int(numbers.counts[0])
-        is_alike = numbers.num_decode == len(numbers.counts) and bool((numbers.counts == length).all())
+        fits."""
+        shape = self._shape_of(numbers)
+        if shape is None:
+            return None
+        self._copy_blocks(numbers.seats)
+        self._feed.send(numbers, shape.rows, shape.tokens)
+        context = self._replay[shape]()
+        tokens, columns = int(numbers.row_starts[-1]), self._feed.columns
+        last = None if shape.is_decode else columns.last
+        return Batch(numbers, columns.token[:tokens], context, last), self._hidden[:tokens]
+
+    def _shape_of(self, numbers: Numbers) -> Shape | None:
+        count, length = len(numbers.counts), int(numbers.counts[0])
+        if numbers.num_decode == 0 and count == 1 and self.prompts and length <= self.prompts[-1]:
+            return Shape(2, self.prompts[bisect_left(self.prompts, length)] + 1, False)
+        is_alike = numbers.num_decode == count and bool((numbers.counts == length).all())
         if not is_alike or length not in self.lengths:
             return None
-        rows = self.rows[bisect_left(self.rows, len(numbers.counts))]
-        self._copy_blocks(numbers.seats)
-        self._fill(numbers, rows, length)
-        context = self._replay[rows, length]()
-        tokens = len(numbers.counts) * length
-        batch = Batch(numbers, self._columns.token[:tokens], context, last=None, scored=[])
-        return batch, self._hidden[:tokens]
+        rows = self.rows[bisect_left(self.rows, count)]
+        return Shape(rows, rows * length, True)
 
-    def _forward(self, rows: int, length: int) -> ForwardContext:
-        columns, context = self._columns, self._context(rows, length)
-        token_ids = columns.token[: rows * length]
-        if length == 1:
-            token_ids = self.last_token.index_select(0, columns.seat[:rows])
-        self._hidden[: rows * length].copy_(self._model(token_ids, context))
+    def _forward(self, shape: Shape) -> ForwardContext:
+        columns, context = self._feed.columns, self._context(shape)
+        token_ids = columns.token[: shape.tokens]
+        if shape.is_decode and shape.length == 1:
+            token_ids = self._last_token.index_select(0, columns.seat[: shape.rows])
+        self._hidden[: shape.tokens].copy_(self._model(token_ids, context))
         return context
 
-    def _context(self, rows: int, length: int) -> ForwardContext:
-        columns, tokens = self._columns, rows * length
+    def _context(self, shape: Shape) -> ForwardContext:
+        columns, rows, tokens = self._feed.columns, shape.rows, shape.tokens
+        bounds = columns.bounds[: rows + 1]
         layout = Layout(
-            segments=(Segment(True, 0, rows, 0, tokens, length, self._bounds[length][: rows + 1]),),
+            segments=(Segment(shape.is_decode, 0, rows, 0, tokens, shape.length, bounds),),
             read_slot=columns.read_slot[:rows],
             write_slot=columns.write_slot[:tokens],
             position=columns.position[:tokens],
@@ -149,31 +156,7 @@ class StepGraphs:
         )
         return ForwardContext(layout=layout, kv=self._pools.kv, conv=self._pools.conv, state=self._pools.state)
 
-    def _fill(self, numbers: Numbers, rows: int, length: int) -> None:
-        """Numbers of the step, then those of padding, into the columns."""
-        seats, count, tokens = self._seats, len(numbers.seats), rows * length
-        position = (numbers.starts[:, None] + np.arange(length)).ravel()
-        seat_T = np.repeat(numbers.seats, length)
-        index = seats.block_table[seat_T, position // BLOCK].astype(np.int64) * BLOCK + position % BLOCK
-        host = self._host[self._turn]
-        self._turn = (self._turn + 1) % COPIES
-        self._set(host.seat, numbers.seats, rows, len(seats.num_blocks))
-        self._set(host.read_slot, numbers.read_slot, rows, -1)
-        self._set(host.token, seats.token_ids[seat_T, position], tokens, 0)
-        self._set(host.position, position, tokens, 0)
-        self._set(host.write_slot, numbers.write_slot, tokens, -1)
-        self._set(host.kv_index, index, tokens, -1)
-        self._set(host.context_len, numbers.starts + length, rows, 0)
-        assert count == 0 or int(index.min()) >= 0, "a token has no KV block"
-        self._columns.buffer.copy_(host.buffer, non_blocking=True)
-
-    @staticmethod
-    def _set(column: Tensor, values: npt.NDArray[np.int64], size: int, padding: int) -> None:
-        array = column.numpy()
-        array[: len(values)] = values
-        array[len(values) : size] = padding
-
-    def _copy_blocks(self, seat_B: npt.NDArray[np.int64]) -> None:
+    def _copy_blocks(self, seat_B: Ints) -> None:
         """Blocks that rows got since the device's table was last written."""
         seats = self._seats
         behind = seats.num_blocks[seat_B] - seats.num_copied[seat_B]
@@ -188,10 +171,10 @@ class StepGraphs:
         self._block_table.view(-1).index_copy_(0, flat_N, block_N)
         seats.num_copied[seat_B] = seats.num_blocks[seat_B]
 
-    @staticmethod
-    def _nobody() -> Numbers:
-        none = np.zeros(0, dtype=np.int64)
-        return Numbers(none, none, none, none, none, none, np.zeros(1, dtype=np.int64), none, 0)
+
+def _nothing() -> Numbers:
+    none = np.zeros(0, dtype=np.int64)
+    return Numbers(none, none, none, none, none, none, np.zeros(1, dtype=np.int64), none, 0)
 
 
 def _replay(graph: torch.cuda.CUDAGraph, context: ForwardContext) -> ForwardContext:

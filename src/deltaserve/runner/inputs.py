@@ -6,8 +6,9 @@ plan is obeyed, not judged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Any
 
@@ -134,14 +135,12 @@ class Batch:
     context             -       where their memory is
     last         [R]    int64   the tokens whose logits give new ones, by their number in the step: of each sampling row
                                 the last one, and one more for each guess at its end; None if all are
-    scored              -       (row, likely tokens to tell) of rows whose prompt tokens' logprobs are asked for
     """
 
     numbers: Numbers
     token_ids: Tensor
     context: ForwardContext
     last: Tensor | None
-    scored: list[tuple[int, int]]
 
 
 class Inputs:
@@ -149,8 +148,10 @@ class Inputs:
 
     def __init__(self, seats: Seats, pools: Pools, device: torch.device) -> None:
         self.seats, self.pools, self.device = seats, pools, device
-        self.last_token: Tensor | None = None
-        """[seats] int64 on the device: each seat's newest token, where steps are launched before the host knows it."""
+        self.last_token = torch.zeros(len(seats.num_blocks) + 1, dtype=torch.int64, device=device)
+        """[seats + 1] int64 on the device: each seat's newest token; the last one is nobody's."""
+        self.runs_ahead = device.type != "cpu"
+        """Steps are launched before the host knows the tokens of those before: they come from `last_token`."""
 
     def build(self, numbers: Numbers) -> Batch:
         sampling, num_guesses = numbers.sampling, numbers.num_guesses
@@ -166,15 +167,14 @@ class Inputs:
             numbers.row_starts[fresh],
             numbers.seats[fresh],
         )
-        if self.last_token is not None and len(fresh):
+        if self.runs_ahead and len(fresh):
             token_ids.index_copy_(0, place_F, self.last_token.index_select(0, seat_F))
         context = ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)
         # When every token samples (plain decode), there is nothing to pick.
-        return Batch(
-            numbers, token_ids, context, None if len(last) == len(token_ids) else last_R, self._scored(numbers)
-        )
+        return Batch(numbers, token_ids, context, None if len(last) == len(token_ids) else last_R)
 
-    def _scored(self, numbers: Numbers) -> list[tuple[int, int]]:
+    def scored(self, numbers: Numbers) -> list[tuple[int, int]]:
+        """(row, likely tokens to tell) of rows whose prompt tokens' logprobs are asked for."""
         num_top = self.seats.num_top[numbers.seats]
         asked = np.flatnonzero((num_top >= 0) & (numbers.starts + 1 < self.seats.num_prompt[numbers.seats]))
         return [(int(row), int(num_top[row])) for row in asked]
@@ -257,13 +257,44 @@ def to_device(device: torch.device, *arrays: npt.NDArray[np.int32] | Ints) -> li
     """The arrays as tensors: on a CPU the same memory, elsewhere one pinned buffer and one copy."""
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    return _unpack(_pack(arrays).pin_memory().to(device, non_blocking=True), arrays)
+    size = sum(array.nbytes + -array.nbytes % 8 for array in arrays)
+    return _unpack(_staging(device).send(lambda buffer: _pack(buffer, arrays), size), arrays)
 
 
-def _pack(arrays: Sequence[npt.NDArray[np.int32] | Ints]) -> Tensor:
-    """One buffer of bytes; each array starts at a multiple of 8."""
-    parts = [array.tobytes() + bytes(-array.nbytes % 8) for array in arrays]
-    return torch.frombuffer(bytearray(b"".join(parts) or bytes(8)), dtype=torch.uint8)
+class Staging:
+    """Pinned buffers on their way to one device. A buffer is filled again once its last copy is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[tuple[Tensor, torch.Event]] = []
+
+    def send(self, fill: Callable[[npt.NDArray[np.uint8]], None], size: int) -> Tensor:
+        """uint8 [size] on the device, as `fill` wrote it."""
+        for number, (buffer, copied) in enumerate(self._buffers):
+            if len(buffer) >= size and copied.query():
+                self._buffers.append(self._buffers.pop(number))  # the next call looks at those that are longest over
+                break
+        else:
+            buffer = torch.empty(1 << max(16, size.bit_length()), dtype=torch.uint8, pin_memory=True)
+            copied = torch.Event(self._device)
+            self._buffers.append((buffer, copied))
+        fill(buffer.numpy())
+        sent = buffer[:size].to(self._device, non_blocking=True)
+        copied.record()
+        return sent
+
+
+@lru_cache(maxsize=16)
+def _staging(device: torch.device) -> Staging:
+    return Staging(device)
+
+
+def _pack(buffer: npt.NDArray[np.uint8], arrays: Sequence[npt.NDArray[np.int32] | Ints]) -> None:
+    """Each array starts at a multiple of 8."""
+    start = 0
+    for array in arrays:
+        buffer[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        start += array.nbytes + -array.nbytes % 8
 
 
 def _unpack(buffer: Tensor, arrays: Sequence[npt.NDArray[np.int32] | Ints]) -> list[Tensor]:

@@ -41,6 +41,8 @@ class Launched:
     hidden: Tensor
     """[T, D]"""
     sampled: Sampled | None
+    scored: list[tuple[int, int]]
+    """(row, likely tokens to tell) of rows whose prompt tokens' logprobs are asked for."""
     turns: Ints
     """Of the seats of the rows that sample: whoever sits there later is not told these tokens."""
 
@@ -66,7 +68,7 @@ class Runner:
     def use_graphs(self, graphs: StepGraphs) -> None:
         """From now on: steps that fit run as graphs, and a step's tokens stay on the device for the next one."""
         self.graphs = graphs
-        self.inputs.last_token = graphs.last_token
+        self.inputs.runs_ahead = True
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Pending:
@@ -81,9 +83,11 @@ class Runner:
         batch, hidden_TD = self._forward(numbers)
         sampled = self._sample(batch, hidden_TD)
         turns = self.seats.turn[numbers.seats[numbers.sampling]]
-        launched = Launched(self, plan, batch, hidden_TD, sampled, turns)
-        if self.graphs is None or self.guesser is not None or batch.scored:
+        launched = Launched(self, plan, batch, hidden_TD, sampled, self.inputs.scored(numbers), turns)
+        if not self.inputs.runs_ahead or self.guesser is not None or launched.scored:
             return Computed(self.finish(launched))
+        if sampled is not None:
+            sampled.start_copy()
         return launched
 
     def step(self, plan: Plan) -> Result:
@@ -108,7 +112,7 @@ class Runner:
                 self.seats.token_ids[seat, first : first + len(result.token_ids)] = result.token_ids
         if self.guesser is not None:
             self.guesser.propose(step.plan, step.batch, step.hidden, known)
-        for row, num_top in step.batch.scored:
+        for row, num_top in step.scored:
             rows[row] = self._score(rows[row], numbers, row, num_top, step.hidden)
         return Result(step=step.plan.step, rows=rows)
 
@@ -129,7 +133,7 @@ class Runner:
         last_ND = hidden_TD if batch.last is None else hidden_TD[batch.last]
         guessed = guesses_of(self.seats, seats.tolist(), firsts.tolist(), guesses, hidden_TD.device)
         sampled = self.sampler.sample(self.model.logits(last_ND), seats.tolist(), firsts.tolist(), guessed)
-        if self.inputs.last_token is not None:
+        if self.inputs.runs_ahead:
             [seat_N] = to_device(hidden_TD.device, seats)
             newest_N = sampled.token_ids.gather(1, sampled.num_tokens[:, None] - 1).squeeze(1)
             self.inputs.last_token.index_copy_(0, seat_N, newest_N)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import torch
@@ -129,18 +131,28 @@ class WarmUp:
         """As many rows as may sample at once, with every stage of sampling."""
         runner = self._runner
         rows = len(runner.seats.num_blocks)
-        asked = SamplingParams(
-            temperature=1.0,
-            top_p=0.9,
-            top_k=50,
-            min_p=0.01,
-            repetition_penalty=1.1,
-            frequency_penalty=0.1,
-            presence_penalty=0.1,
-            logprobs=20,
-            seed=0,
-        )
-        for seat in range(rows):
-            runner.sampler.seat(Seating(seat=seat, token_ids=[0], num_prompt=1, params=asked))
         logits_NV = self._decode(rows)[:rows]
-        runner.sampler.sample(logits_NV, list(range(rows)), [1] * rows).results()
+        for asked in _every_stage():
+            for seat in range(rows):
+                runner.sampler.seat(Seating(seat=seat, token_ids=[0], num_prompt=1, params=asked))
+            runner.sampler.sample(logits_NV, list(range(rows)), [1] * rows).results()
+
+
+def _every_stage() -> Iterator[SamplingParams]:
+    """Every combination of what cuts the distribution, with all else; and greedy choice."""
+    for top_k, top_p, min_p in product((0, 50), (1.0, 0.9), (0.0, 0.01)):
+        yield SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
+    yield SamplingParams(temperature=0.0, seed=0)
+    yield SamplingParams(
+        top_k=50,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        frequency_penalty=0.1,
+        presence_penalty=0.1,
+        logit_bias={0: 1.0},
+        min_tokens=2,
+        stop_token_ids=(0,),
+        logprobs=20,
+        seed=0,
+    )

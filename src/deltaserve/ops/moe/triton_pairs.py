@@ -1,9 +1,9 @@
 """The experts of a few tokens, one pair of a token and an expert after the other. Knows no routing.
 
 Two kernels. `gate_up`: a program owns BI inner columns of one pair: BI rows of the gate and of the up projection,
-whole, requested at once (16 to 32 KiB for rows of 2,048 bytes). `down`: a program owns BD outputs of one token and goes
-through all its experts, three chunks of them requested before the first is multiplied; so the sum over the experts
-stays in registers. An expert that several tokens share is read again, but from the cache. Weights move once at 1 token.
+whole, requested at once (16 to 32 KiB for rows of 2,048 bytes). `down`: a program owns BD outputs of one token and
+requests the rows of all its experts at once (32 KiB), so the sum over the experts stays in registers. An expert that
+several tokens share is read again, but from the cache. Weights move once at 1 token.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from deltaserve.ops.linear.triton_fp8 import fp8_way, quantize, widen
 
 MAX_TOKENS = 8
 MAX_BLOCK = 4096
+HELD_BYTES = 32 << 10
+"""Of the down projection, in a program's registers: half of them with 8 warps."""
 
 
 @triton.jit
@@ -73,54 +75,6 @@ def gate_up_kernel(
 
 
 @triton.jit
-def down_fetch(
-    h_ptr,
-    w_ptr,
-    scale_ptr,
-    weights_ptr,
-    ids_ptr,
-    first,
-    start,
-    K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    INNER: tl.constexpr,
-    BD: tl.constexpr,
-    J: tl.constexpr,
-    IP: tl.constexpr,
-    FP8: tl.constexpr,
-):
-    """Requests all of a chunk of experts: rows [J, BD, IP], what gate and up made [J, IP], and the factors of its
-    blocks, a weight and a scale [J * IP / 128] (of all of it, if plain: a weight [J])."""
-    j, i, d = first + tl.arange(0, J), tl.arange(0, IP), start + tl.arange(0, BD)
-    has = j < K
-    expert = tl.load(ids_ptr + j, mask=has, other=0).to(tl.int64)
-    rows = w_ptr + expert[:, None, None] * (WIDTH * INNER) + d[None, :, None] * INNER + i[None, None, :]
-    kept = has[:, None, None] & (d < WIDTH)[None, :, None] & (i < INNER)[None, None, :]
-    w = tl.load(rows, mask=kept, other=0.0)
-    h = tl.load(h_ptr + j[:, None] * INNER + i[None, :], mask=has[:, None] & (i < INNER)[None, :], other=0.0)
-    factor = tl.load(weights_ptr + j, mask=has, other=0.0)
-    if FP8 != 0:
-        NUM: tl.constexpr = (INNER + 127) // 128
-        block = tl.arange(0, IP // 128)
-        scales = scale_ptr + (expert * ((WIDTH + 127) // 128) + start // 128)[:, None] * NUM + block[None, :]
-        w_scale = tl.load(scales, mask=has[:, None] & (block < NUM)[None, :], other=0.0)
-        factor = tl.reshape(w_scale * factor[:, None], (J * (IP // 128),))
-    return w, h, factor
-
-
-@triton.jit
-def down_add(acc, w, h, factor, J: tl.constexpr, IP: tl.constexpr, FP8: tl.constexpr):
-    """acc [BD, IP] and the chunk's products, added over the experts."""
-    h = h.to(tl.float32)
-    if FP8 != 0:
-        h_q, scale = quantize(tl.reshape(h, (J * (IP // 128), 128)), FP8)
-        h = tl.reshape(h_q.to(tl.float32) * (scale * factor)[:, None], (J, IP))
-    else:
-        h = h * factor[:, None]
-    return acc + tl.sum(widen(w, FP8) * h[:, None, :], 0)
-
-
-@triton.jit
 def down_kernel(
     h_ptr,
     w_ptr,
@@ -137,23 +91,26 @@ def down_kernel(
     FP8: tl.constexpr,
 ):
     t, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BD
-    d = start + tl.arange(0, BD)
-    h_ptr += t * K * INNER
-    weights_ptr += t * K
-    ids_ptr += t * K
-    acc = tl.zeros((BD, IP), tl.float32)
-    w0, h0, f0 = down_fetch(h_ptr, w_ptr, scale_ptr, weights_ptr, ids_ptr, 0, start, K, WIDTH, INNER, BD, J, IP, FP8)
-    w1, h1, f1 = down_fetch(h_ptr, w_ptr, scale_ptr, weights_ptr, ids_ptr, J, start, K, WIDTH, INNER, BD, J, IP, FP8)
-    for first in tl.static_range(0, K, J):
-        if first + 2 * J < K:
-            w2, h2, f2 = down_fetch(
-                h_ptr, w_ptr, scale_ptr, weights_ptr, ids_ptr, first + 2 * J, start, K, WIDTH, INNER, BD, J, IP, FP8
-            )
-        acc = down_add(acc, w0, h0, f0, J, IP, FP8)
-        w0, h0, f0 = w1, h1, f1
-        if first + 2 * J < K:
-            w1, h1, f1 = w2, h2, f2
-    y = tl.sum(acc, 1)
+    j, i, d = tl.arange(0, J), tl.arange(0, IP), start + tl.arange(0, BD)
+    has = j < K
+    expert = tl.load(ids_ptr + t * K + j, mask=has, other=0).to(tl.int64)
+    rows = w_ptr + expert[None, :, None] * (WIDTH * INNER) + d[:, None, None] * INNER + i[None, None, :]
+    w = tl.load(rows, mask=has[None, :, None] & (d < WIDTH)[:, None, None] & (i < INNER)[None, None, :], other=0.0)
+    made = h_ptr + t * (K * INNER) + j[:, None] * INNER + i[None, :]
+    h = tl.load(made, mask=has[:, None] & (i < INNER)[None, :], other=0.0).to(tl.float32)
+    factor = tl.load(weights_ptr + t * K + j, mask=has, other=0.0)
+    if FP8 != 0:
+        NUM: tl.constexpr = (INNER + 127) // 128
+        block = tl.arange(0, IP // 128)
+        scales = scale_ptr + (expert * ((WIDTH + 127) // 128) + start // 128)[:, None] * NUM + block[None, :]
+        w_scale = tl.load(scales, mask=has[:, None] & (block < NUM)[None, :], other=0.0)
+        factor = tl.reshape(w_scale * factor[:, None], (J * (IP // 128),))
+        h_q, scale = quantize(tl.reshape(h, (J * (IP // 128), 128)), FP8)
+        h = tl.reshape(h_q.to(tl.float32) * (scale * factor)[:, None], (J, IP))
+    else:
+        h = h * factor[:, None]
+    # One sum over experts and columns: most of it stays within a thread.
+    y = tl.sum(tl.reshape(widen(w, FP8) * h[None, :, :], (BD, J * IP)), 1)
     tl.store(y_ptr + t * WIDTH + d, y.to(y_ptr.dtype.element_ty), mask=d < WIDTH)
 
 
@@ -196,17 +153,18 @@ def down(
     w2_scale: Tensor | None,
     weights_TK: Tensor,
     ids_TK: Tensor,
-    rows: int = 8,
-    chunk: int = 4,
-    num_warps: int = 4,
+    rows: int = 0,
+    num_warps: int = 8,
 ) -> Tensor:
     """h [T * K, I] of `gate_up`, w2 [E, D, I] plain or e4m3, weights float32 and ids int32 [T, K] -> [T, D] as h.
 
-    Variants: as `gate_up`; `rows` outputs (a power of two up to 128) of `chunk` experts (too) are held at once.
+    Variants: as `gate_up`; `rows` outputs (a power of two) of all experts are held at once.
     """
     (tokens, top_k), (_, width, inner) = ids_TK.shape, w2.shape
     y_TD = torch.empty(tokens, width, dtype=h_PI.dtype, device=h_PI.device)
     weight, way = fp8_way(w2, w2_scale)
+    columns = triton.next_power_of_2(top_k) * max(128 if way else 16, triton.next_power_of_2(inner))
+    rows = rows or max(1, min(16, HELD_BYTES // (columns * weight.element_size())))
     down_kernel[(triton.cdiv(width, rows), tokens)](
         h_PI,
         weight,
@@ -218,7 +176,7 @@ def down(
         WIDTH=width,
         INNER=inner,
         BD=rows,
-        J=chunk,
+        J=triton.next_power_of_2(top_k),
         IP=max(128 if way else 16, triton.next_power_of_2(inner)),
         FP8=way,
         num_warps=num_warps,
