@@ -124,7 +124,7 @@ def cases() -> list[Case]:
         num_bytes = tokens * 2.0 * (HIDDEN_PARTS + VALUES)
         found.append(Case(f"gdn prompt {name}", partial(prompts, lengths), num_bytes, flops))
         found.append(Case(f"gdn conv {name}", partial(prompt_part, lengths, "conv", {}), tokens * 4.0 * CHANNELS))
-        for stages in (2, 1, 3):
+        for stages in (3, 2, 1):
             call = partial(prompt_part, lengths, "rule", {"num_stages": stages})
             found.append(
                 Case(f"gdn rule {name} s{stages}", call, tokens * 2.0 * (CHANNELS + 2 * V_HEADS + VALUES), flops)

@@ -91,8 +91,8 @@ def test_chunks_of_equal_keys(decay: float, beta: float, dtype: torch.dtype) -> 
     net.conv_weight[128:256] = net.conv_weight[128:256].abs()
     before = net.copy("cuda")
     out = net.run()
-    # Equal keys answer with one value: what they had before, and rounded, is taken back from it.
-    check(net, out, before, 1e-4 if dtype == F32 else 3e-2, 1e-4 if dtype == F32 else 3e-2)
+    # Equal keys answer with one value, the sum of 64 corrections that cancel, each rounded to bf16.
+    check(net, out, before, 1e-4 if dtype == F32 else 5e-2, 1e-4 if dtype == F32 else 2e-2)
 
 
 @pytest.mark.parametrize("length", [1, 3])

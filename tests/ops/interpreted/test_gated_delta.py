@@ -16,8 +16,10 @@ def run_and_check(shape: Shape, rows: Rows, dtype: torch.dtype = F32, state_dtyp
     before = net.copy("cpu")
     out = net.run_kernels()
     assert out.dtype == dtype
+    # A chunk's decays are summed in fp32: differences of large sums lose digits.
+    exact = 3e-5 if rows.num_step < len(rows.lengths) else 1e-5
     # The interpreter cuts to bf16 where a GPU rounds.
-    tolerance = 1e-5 if dtype == F32 and state_dtype == F32 else 2e-2
+    tolerance = exact if dtype == F32 and state_dtype == F32 else 2e-2
     check(net, out, before, tolerance, tolerance)
 
 

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from deltaserve.ops.conv.chunks import CHUNK, chunk_table
 from deltaserve.ops.gated_delta.triton_step import log_decay
+from deltaserve.ops.gpu import properties
 from deltaserve.ops.layout import Layout, Segment
 
 
@@ -48,7 +49,7 @@ def prepare_kernel(
     table,
     w,
     p,
-    sums,
+    gates,
     tokens,
     b_stride,
     a_stride,
@@ -73,8 +74,9 @@ def prepare_kernel(
     if end == first:
         return
     i = tl.arange(0, CHUNK)
-    token = (base + i).to(tl.int64)
-    in_row = (token >= first) & (token < end)
+    in_row = (i >= first - base) & (i < end - base)
+    wide = base.to(tl.int64)
+    mixed += wide * C
     k_index = tl.arange(0, BK)
     v_index = tl.arange(0, BV)
     in_k = in_row[:, None] & (k_index < K)[None, :]
@@ -82,19 +84,23 @@ def prepare_kernel(
     is_lower = i[:, None] > i[None, :]
     is_same = i[:, None] == i[None, :]
 
-    write = tl.load(b + token * b_stride + head, mask=in_row, other=0).to(tl.float32)
-    decay = tl.load(a + token * a_stride + head, mask=in_row, other=0).to(tl.float32)
-    q_place = mixed + token[:, None] * C + (head // (VH // KH)) * K + k_index[None, :]
+    write = tl.load(b + (wide + i) * b_stride + head, mask=in_row, other=0).to(tl.float32)
+    decay = tl.load(a + (wide + i) * a_stride + head, mask=in_row, other=0).to(tl.float32)
+    q_place = mixed + ((head // (VH // KH)) * K + i[:, None] * C + k_index[None, :])
     query = tl.load(q_place, mask=in_k, other=0).to(DOT)
     key = tl.load(q_place + KH * K, mask=in_k, other=0).to(DOT)
     beta = tl.where(in_row, 1 / (1 + tl.exp(-write)), 0)
     decay = log_decay(decay, tl.load(A_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32))
     total = tl.cumsum(tl.where(in_row, decay, 0), 0)
-    tl.store(sums + head.to(tl.int64) * tokens + token, total, mask=in_row)
+    gate_place = gates + 2 * (head.to(tl.int64) * tokens + base) + 2 * i
+    tl.store(gate_place, tl.exp(total), mask=in_row)
+    # The last sum itself: another sum of the same decays could differ in its last digit.
+    whole = tl.sum(tl.where(i == tl.minimum(end - base, CHUNK) - 1, total, 0), 0)
+    tl.store(gate_place + 1, tl.exp(tl.where(in_row, whole - total, 0)), mask=in_row)
     between = tl.exp(tl.where(is_lower, total[:, None] - total[None, :], 0))
     product = tl.dot(query, tl.trans(key), input_precision="ieee")
     product = tl.where(is_lower | is_same, product * between, 0)
-    p_place = p + (token[:, None] * VH + head) * CHUNK + i[None, :]
+    p_place = p + wide * (VH * CHUNK) + ((i[:, None] * VH + head) * CHUNK + i[None, :])
     tl.store(p_place, product.to(p.dtype.element_ty), mask=in_row[:, None])
 
     system = tl.dot(key, tl.trans(key), input_precision="ieee")
@@ -107,7 +113,7 @@ def prepare_kernel(
         left = tl.dot(tl.where(is_new, system, 0).to(INVERSE), inverse.to(INVERSE), input_precision="ieee")
         inverse -= tl.dot(inverse.to(INVERSE), left.to(INVERSE), input_precision="ieee")
 
-    v_place = mixed + token[:, None] * C + 2 * KH * K + head * V + v_index[None, :]
+    v_place = mixed + (2 * KH * K + head * V + i[:, None] * C + v_index[None, :])
     value = tl.load(v_place, mask=in_v, other=0).to(tl.float32)
     u = tl.dot(inverse.to(DOT), (value * beta[:, None]).to(DOT), input_precision="ieee")
     tl.store(v_place, u.to(mixed.dtype.element_ty), mask=in_v)
@@ -115,7 +121,7 @@ def prepare_kernel(
     key = tl.load(q_place + KH * K, mask=in_k, other=0).to(tl.float32)
     corrected = (key * (beta * tl.exp(total))[:, None]).to(DOT)
     corrected = tl.dot(inverse.to(DOT), corrected, input_precision="ieee")
-    w_place = w + (token[:, None] * VH + head) * K + k_index[None, :]
+    w_place = w + wide * (VH * K) + ((i[:, None] * VH + head) * K + k_index[None, :])
     tl.store(w_place, corrected.to(w.dtype.element_ty), mask=in_k)
 
 
@@ -127,7 +133,7 @@ def pass_kernel(
     mixed,
     w,
     p,
-    sums,
+    gates,
     pool,
     cu_seqlens,
     position,
@@ -169,55 +175,61 @@ def pass_kernel(
     in_read = in_v[:, None] & (k_index < tl.where(slot >= 0, K, 0))[None, :]
     state = tl.load(read + state_place, mask=in_read, other=0).to(tl.float32)
 
-    u_column = mixed + 2 * KH * K + head * V + v_index
-    sums += head.to(tl.int64) * tokens
-    # What no product takes as it is comes a chunk ahead, in registers.
-    token = (base + i).to(tl.int64)
-    in_row = (token >= first) & (token < end)
-    next_u = tl.load(u_column[None, :] + token[:, None] * C, in_row[:, None] & in_v[None, :], other=0)
-    next_sum = tl.load(sums + token, mask=in_row, other=0)
+    gates += 2 * head.to(tl.int64) * tokens
+    pair = tl.arange(0, 2 * CHUNK)
+    # What no product takes as it is comes a chunk ahead, in registers; gates as pairs, one number a thread.
+    in_row = (i >= first - base) & (i < end - base)
+    u_place = mixed + base.to(tl.int64) * C + (2 * KH * K + head * V + i[:, None] * C + v_index[None, :])
+    out_place = out + base.to(tl.int64) * (VH * V) + (i[:, None] * (VH * V) + head * V + v_index[None, :])
+    next_u = tl.load(u_place, mask=in_row[:, None] & in_v[None, :], other=0)
+    next_gate = tl.load(gates + 2 * base + pair, (pair >= 2 * (first - base)) & (pair < 2 * (end - base)), other=0)
     last = tl.minimum(base + CHUNK, end) - 1
-    next_last = tl.load(sums + last)
+    next_whole = tl.load(gates + 2 * last)
     next_slot = tl.load(write_slot + last)
     for number in range(count):
-        u, total, whole, keep = next_u, next_sum, next_last, next_slot
-        token = (base + (number + 1) * CHUNK + i).to(tl.int64)
-        in_row = token < end
-        next_u = tl.load(u_column[None, :] + token[:, None] * C, in_row[:, None] & in_v[None, :], other=0)
-        next_sum = tl.load(sums + token, mask=in_row, other=0)
-        last = tl.minimum(base + (number + 2) * CHUNK, end) - 1
-        next_last = tl.load(sums + last)
+        u, gate, whole, keep = next_u, next_gate, next_whole, next_slot
+        start = base + (number + 1) * CHUNK
+        next_gate = tl.load(gates + 2 * start + pair, mask=pair < 2 * (end - start), other=0)
+        last = tl.minimum(start + CHUNK, end) - 1
+        next_whole = tl.load(gates + 2 * last)
         next_slot = tl.load(write_slot + last)
 
-        token = (base + number * CHUNK + i).to(tl.int64)
-        in_row = (token >= first) & (token < end)
+        start = base + number * CHUNK
+        in_row = (i >= first - start) & (i < end - start)
         in_key = in_row[:, None] & in_k[None, :]
+        token = (start + i).to(tl.int64)
         q_place = mixed + token[:, None] * C + (head // GROUP) * K + k_index[None, :]
         corrected = tl.load(w + (token[:, None] * VH + head) * K + k_index[None, :], mask=in_key, other=0).to(DOT)
         query = tl.load(q_place, mask=in_key, other=0).to(DOT)
         key = tl.load(q_place + KH * K, mask=in_key, other=0).to(DOT)
         product = tl.load(p + (token[:, None] * VH + head) * CHUNK + i[None, :], in_row[:, None], other=0).to(DOT)
 
+        done = (start - base).to(tl.int64)
         before = state.to(DOT)
         new = tl.trans(u).to(tl.float32) - tl.dot(before, tl.trans(corrected), input_precision="ieee")
-        o = tl.dot(before, tl.trans(query), input_precision="ieee") * tl.exp(total)[None, :]
-        at_end = (new * tl.exp(whole - total)[None, :]).to(DOT)
-        state = tl.dot(at_end, key, state * tl.exp(whole), input_precision="ieee")
+        in_next = (i < end - start - CHUNK)[:, None] & in_v[None, :]
+        next_u = tl.load(u_place + (done + CHUNK) * C, mask=in_next, other=0)
+        from_start, to_end = tl.split(tl.reshape(gate, [CHUNK, 2]))
+        o = tl.dot(before, tl.trans(query), input_precision="ieee") * from_start[None, :]
+        state = tl.dot((new * to_end[None, :]).to(DOT), key, state * whole, input_precision="ieee")
         o = tl.dot(new.to(DOT), tl.trans(product), o, input_precision="ieee")
-        out_place = out + (token[:, None] * VH + head) * V + v_index[None, :]
-        tl.store(out_place, tl.trans(o.to(out.dtype.element_ty)), mask=in_row[:, None] & in_v[None, :])
+        # Said anew, lest the pipeline carry the loads' masks through its stages in registers.
+        in_out = ((i > first - start - 1) & (i <= end - start - 1))[:, None] & in_v[None, :]
+        tl.store(out_place + done * (VH * V), tl.trans(o.to(out.dtype.element_ty)), mask=in_out)
         if keep >= 0:
             kept = pool + keep.to(tl.int64) * (VH * K * V) + state_place
             tl.store(kept, state.to(pool.dtype.element_ty), mask=in_state)
 
 
-def tile(k_dim: int, v_dim: int) -> dict[str, Any]:
-    """Of `pass_kernel`."""
+def tile(k_dim: int, v_dim: int, device: torch.device) -> dict[str, Any]:
+    """Of `pass_kernel`. A stage holds a chunk's w, q, k and P, 56 KB at widths of 128: three let a chunk's loads run
+    behind the chunk before it, two only behind its end."""
+    shared = properties(device).shared_bytes
     return {
         "BK": max(16, triton.next_power_of_2(k_dim)),
         "BW": min(64, max(16, triton.next_power_of_2(v_dim))),
         "num_warps": 4,
-        "num_stages": 1 if torch.version.hip is not None else 2,
+        "num_stages": 3 if shared >= 200 << 10 else 2 if shared >= 128 << 10 else 1,
     }
 
 
@@ -242,11 +254,11 @@ def chunk(
     dtype, device = mixed_TC.dtype, mixed_TC.device
     is_exact = device.type == "cpu"
     assert dtype == torch.bfloat16 or is_exact, f"gated delta: chunks of {dtype}"
-    options = {**tile(k_dim, v_dim), **config}
+    options = {**tile(k_dim, v_dim, device), **config}
     table = layout.once(chunk_table, segment)
     w_TVK = torch.empty(tokens, v_heads, k_dim, dtype=dtype, device=device)
     p_TVC = torch.empty(tokens, v_heads, CHUNK, dtype=dtype, device=device)
-    sums_VT = torch.empty(v_heads, tokens, dtype=torch.float32, device=device)
+    gates_VT2 = torch.empty(v_heads, tokens, 2, dtype=torch.float32, device=device)
     out_TVD = torch.empty(tokens, v_heads, v_dim, dtype=dtype, device=device)
     shapes = {"KH": k_heads, "VH": v_heads, "K": k_dim, "V": v_dim, "CHUNK": CHUNK, "EXACT": is_exact}
     prepare_kernel[(v_heads, table.shape[0])](
@@ -258,7 +270,7 @@ def chunk(
         table,
         w_TVK,
         p_TVC,
-        sums_VT,
+        gates_VT2,
         tokens,
         b_TV.stride(0),
         a_TV.stride(0),
@@ -273,7 +285,7 @@ def chunk(
         mixed_TC,
         w_TVK,
         p_TVC,
-        sums_VT,
+        gates_VT2,
         state_pool_SVKD,
         segment.cu_seqlens,
         segment.cut(layout.position),
