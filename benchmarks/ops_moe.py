@@ -122,9 +122,9 @@ def cases() -> list[Case]:
         found.append(case("route + group", tokens, gathering, 0.0))
     for rows, warps in ((4, 4), (8, 4), (16, 4), (8, 8)):
         found.append(case(f"route + gate_up BI={rows} w{warps}", 1, gate_up_of(rows, warps), 2 / 3))
-    for cut in PAIRS:
-        label = "pairs BI={} w{} BD={} w{}".format(*cut)
-        found.extend(case(label, tokens, pairs_of(*cut)) for tokens in ((1, 8) if cut == PAIRS[0] else (1,)))
+    for pairs in PAIRS:
+        label = "pairs BI={} w{} BD={} w{}".format(*pairs)
+        found.extend(case(label, tokens, pairs_of(*pairs)) for tokens in ((1, 8) if pairs == PAIRS[0] else (1,)))
     found.append(case("pairs", 4, pairs_of(*PAIRS[0])))
     found.append(case("pairs", 16, pairs_of(*PAIRS[0])))
     for label, cuts, sizes in (("few", FEW, (4, 8, 32, 128, 256)), ("many", MANY, (512, 1024, 8192))):

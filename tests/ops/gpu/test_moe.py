@@ -95,10 +95,19 @@ def test_the_same_again_and_in_a_graph(tokens: int) -> None:
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_layer_holds_the_shared_expert_with_the_others(quantized: bool) -> None:
-    shape = {"hidden_size": 256, "num_experts": 8, "top_k": 2, "inner_size": 128, "renormalize": True}
     with torch.inference_mode():
         for shared_size in (128, 256):
-            layer = SparseMoe(**shape, shared_size=shared_size, dtype=torch.bfloat16, device=CUDA, quantized=quantized)
+            layer = SparseMoe(
+                hidden_size=256,
+                num_experts=8,
+                top_k=2,
+                inner_size=128,
+                shared_size=shared_size,
+                renormalize=True,
+                dtype=torch.bfloat16,
+                device=CUDA,
+                quantized=quantized,
+            )
             for parameter in layer.parameters():
                 drawn = torch.randn(parameter.shape, device=CUDA) / 8
                 parameter.copy_(drawn.abs() if parameter.dtype == torch.float32 else drawn)

@@ -115,24 +115,25 @@ def test_groups(tokens: int, width: int, inner: int, tiles: Tiles, dtype: torch.
     ("tokens", "shared"), [(0, True), (1, False), (2, True), (9, True), (63, False), (64, True), (65, False)]
 )
 def test_a_layer(tokens: int, shared: bool) -> None:
-    w13, w2, *scales = weights_of(3 + shared, 128, 128, None)
+    weights = weights_of(3 + shared, 128, 128, None)
     x, scores = torch.randn(tokens, 128), torch.randn(tokens, 4)
-    output = sparse_moe(x, scores, w13, w2, 2, True, *scales)
+    output = sparse_moe(x, scores, weights[0], weights[1], 2, True, *weights[2:])
     assert output.shape == x.shape
     if tokens:
         chosen, ids, _ = triton_route.route(scores, 2, True, shared)
-        assert relative(output, expected_of(x, (w13, w2, *scales), chosen, ids)) < FLIPS
+        assert relative(output, expected_of(x, weights, chosen, ids)) < FLIPS
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("tokens", [4, 9])
 def test_a_token_of_nan_stays_alone_and_so_does_an_expert(tokens: int) -> None:
-    w13, w2, *scales = weights_of(6, 128, 128, None)
+    w13, w2, w13_scale, w2_scale = weights_of(6, 128, 128, None)
+    assert w2_scale is not None
     x, scores = torch.randn(tokens, 128), torch.randn(tokens, 6)
     scores[:, 4] = -100
-    whole = sparse_moe(x, scores, w13, w2, 2, True, *scales)
-    x[3], w13[4], scales[1][4] = torch.nan, torch.nan, torch.nan
-    output = sparse_moe(x, scores, w13, w2, 2, True, *scales)
+    whole = sparse_moe(x, scores, w13, w2, 2, True, w13_scale, w2_scale)
+    x[3], w13[4], w2_scale[4] = torch.nan, torch.nan, torch.nan
+    output = sparse_moe(x, scores, w13, w2, 2, True, w13_scale, w2_scale)
     keep = torch.arange(tokens) != 3
     assert torch.equal(output[keep], whole[keep])
     assert output[3].isnan().all()
