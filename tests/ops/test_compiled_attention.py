@@ -77,11 +77,11 @@ def test_join(target: str) -> None:
     assert_fits(compile_for(TARGETS[target], kernel, signature(kernel, "bf16", others), constants), target)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_chunk(target: str, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "has_first_key"), [("bf16", False), ("bf16", True), ("fp32", False)])
+def test_chunk(dtype: str, has_first_key: bool, target: str) -> None:
     config = triton_chunk.choose(DEVICES[target], 256, 4 if dtype == "fp32" else 2)
-    constants = {**ATTENTION, "BLOCK_M": config.queries, "KEYS": config.keys, "HAS_FIRST_KEY": False}
+    constants = {**ATTENTION, "BLOCK_M": config.queries, "KEYS": config.keys, "HAS_FIRST_KEY": has_first_key}
     others = {"cu_ptr": "*i32", "table_ptr": "*i32", "context_ptr": "*i32", "scale": "fp32"}
     kernel = triton_chunk.chunk_kernel
     types = signature(kernel, dtype, others)

@@ -67,7 +67,7 @@ def total_of(part_ptr, row, NUM_SLICES: tl.constexpr, BLOCK_N: tl.constexpr):
     return tl.sum(tl.load(part_ptr + row * 8 * NUM_SLICES + part, mask=part < NUM_SLICES, other=0), 0)
 
 
-@triton.jit(do_not_specialize=["shift"], do_not_specialize_on_alignment=["limit_ptr"])
+@triton.jit(do_not_specialize=["shift", "limit_stride"], do_not_specialize_on_alignment=["limit_ptr"])
 def search_kernel(
     logits_ptr,
     largest_ptr,
@@ -130,7 +130,7 @@ def search_kernel(
         tl.store(to + digit * NUM_SLICES, tl.where(bound <= 2147483647, found, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit_stride"], do_not_specialize_on_alignment=["limit_ptr"])
 def settle_kernel(before_ptr, part_ptr, out_ptr, limit_ptr, limit_stride, NUM_SLICES: tl.constexpr,
                   BLOCK_N: tl.constexpr, WEIGHS: tl.constexpr):  # fmt: skip
     """The last digit."""

@@ -21,7 +21,7 @@ SLICE = 4096
 NOWHERE = tl.constexpr(2**31 - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["largest_ptr", "smallest_ptr"])
 def slice_kernel(
     logits_ptr,
     largest_ptr,
@@ -45,7 +45,7 @@ def slice_kernel(
     tl.store(token_ptr + at, tl.min(tl.where(inside & (x == largest), token, NOWHERE), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["largest_ptr", "smallest_ptr"])
 def join_kernel(
     largest_ptr,
     smallest_ptr,
