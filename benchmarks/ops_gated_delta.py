@@ -119,14 +119,21 @@ def cases() -> list[Case]:
     for rows in (1, 32, 128):
         call = partial(steps, rows, 4, fp32, {})
         found.append(Case(f"gdn step fp32 B={rows} L=4", call, step_bytes(rows, 4, fp32)))
+    rules: dict[str, dict[str, Any]] = {
+        "": {},
+        " pass s2": {"num_stages": 2},
+        " pass s1": {"num_stages": 1},
+        " prepare w4 168 registers": {"prepare": {"num_warps": 4, "maxnreg": 168}},
+        " prepare w8": {"prepare": {"num_warps": 8}},
+        " prepare w8 128 registers": {"prepare": {"num_warps": 8, "maxnreg": 128}},
+    }
     for name, lengths in (("1x1024", [1024]), ("1x8192", [8192]), ("16x2048", [2048] * 16), ("8x1024", [1024] * 8)):
         tokens, flops = sum(lengths), rule_flops(sum(lengths))
         num_bytes = tokens * 2.0 * (HIDDEN_PARTS + VALUES)
         found.append(Case(f"gdn prompt {name}", partial(prompts, lengths), num_bytes, flops))
         found.append(Case(f"gdn conv {name}", partial(prompt_part, lengths, "conv", {}), tokens * 4.0 * CHANNELS))
-        for stages in (3, 2, 1):
-            call = partial(prompt_part, lengths, "rule", {"num_stages": stages})
-            found.append(
-                Case(f"gdn rule {name} s{stages}", call, tokens * 2.0 * (CHANNELS + 2 * V_HEADS + VALUES), flops)
-            )
+        rule_bytes = tokens * 2.0 * (CHANNELS + 2 * V_HEADS + VALUES)
+        for option, config in rules.items():
+            call = partial(prompt_part, lengths, "rule", config)
+            found.append(Case(f"gdn rule {name}{option}", call, rule_bytes, flops))
     return found

@@ -46,7 +46,7 @@ def test_prepare(target: str) -> None:
     kernel = triton_chunk.prepare_kernel
     constants = {**SHAPES, "BV": 128, "CHUNK": 64, "EXACT": False}
     taken = compile_for(TARGETS[target], kernel, signature(kernel), constants, num_warps=4, num_stages=1)
-    print(target, taken.registers, taken.spilled, taken.shared)
+    assert taken.spilled <= 64
     assert taken.shared <= SHARED_KIB[target] << 10
     if target == "sm_90":
         assert "wgmma" in taken.assembly
@@ -56,10 +56,10 @@ def test_prepare(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_pass(target: str, state: str) -> None:
     kernel = triton_chunk.pass_kernel
-    constants = {**SHAPES, "BW": 64, "CHUNK": 64, "EXACT": False}
+    constants = {**SHAPES, "BW": 64 if target == "sm_90" else 32, "CHUNK": 64, "EXACT": False}
     stages = {"sm_90": 3, "sm_80": 2, "gfx942": 1}[target]
-    taken = compile_for(TARGETS[target], kernel, signature(kernel, state), constants, num_warps=4, num_stages=stages)
-    print(target, taken.registers, taken.spilled, taken.shared)
+    taken = compile_for(TARGETS[target], kernel, signature(kernel, state), constants, 4, stages)
+    assert taken.spilled <= {"sm_90": 64, "sm_80": 0, "gfx942": 256}[target]
     assert taken.shared <= SHARED_KIB[target] << 10
     if target == "sm_90":
         assert "wgmma" in taken.assembly

@@ -223,11 +223,12 @@ def pass_kernel(
 
 def tile(k_dim: int, v_dim: int, device: torch.device) -> dict[str, Any]:
     """Of `pass_kernel`. A stage holds a chunk's w, q, k and P, 56 KB at widths of 128: three let a chunk's loads run
-    behind the chunk before it, two only behind its end."""
-    shared = properties(device).shared_bytes
+    behind the chunk before it, two only behind its end. Without Hopper's products a slice of 32 fits the registers."""
+    found = properties(device)
+    shared = found.shared_bytes
     return {
         "BK": max(16, triton.next_power_of_2(k_dim)),
-        "BW": min(64, max(16, triton.next_power_of_2(v_dim))),
+        "BW": min(64 if found.is_hopper else 32, max(16, triton.next_power_of_2(v_dim))),
         "num_warps": 4,
         "num_stages": 3 if shared >= 200 << 10 else 2 if shared >= 128 << 10 else 1,
     }
@@ -247,7 +248,8 @@ def chunk(
     """Outputs of the rule for one chunk segment, [tokens, Hv, V].
 
     mixed holds the segment's tokens only, contiguous: q and k of length 1, q scaled, and v, which is overwritten. b and
-    a hold the step's, and may be views with a row stride. `config` replaces entries of `tile`.
+    a hold the step's, and may be views with a row stride. `config` replaces entries of `tile`, and under "prepare" the
+    launch options of `prepare_kernel`.
     """
     v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
     k_heads, tokens = (mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim), mixed_TC.shape[0]
@@ -255,6 +257,7 @@ def chunk(
     is_exact = device.type == "cpu"
     assert dtype == torch.bfloat16 or is_exact, f"gated delta: chunks of {dtype}"
     options = {**tile(k_dim, v_dim, device), **config}
+    prepare_options = options.pop("prepare", {"num_warps": 4})
     table = layout.once(chunk_table, segment)
     w_TVK = torch.empty(tokens, v_heads, k_dim, dtype=dtype, device=device)
     p_TVC = torch.empty(tokens, v_heads, CHUNK, dtype=dtype, device=device)
@@ -277,8 +280,8 @@ def chunk(
         **shapes,
         BK=options["BK"],
         BV=max(16, triton.next_power_of_2(v_dim)),
-        num_warps=4,
         num_stages=1,
+        **prepare_options,
     )
     slices = triton.cdiv(v_dim, options["BW"])
     pass_kernel[(slices * v_heads, segment.row_end - segment.row_start)](
