@@ -221,16 +221,20 @@ def join_kernel(
     head = tl.program_id(0)
     token = tl.program_id(1)
     own = token // length
+    column = tl.arange(0, BLOCK_D)
+    inside = column < WIDTH
+    # Asked for first, so that one trip to memory serves all that depends on nothing.
+    context = tl.load(context_ptr + own)
+    if HAS_GATE:
+        gate = tl.load(gate_ptr + token.to(tl.int64) * gate_stride + head * WIDTH + column, mask=inside, other=0.0)
     share = share_of(context_ptr, num_rows, target, BLOCK, SPAN)
-    num_units = units_of(tl.load(context_ptr + own), share, BLOCK)
+    num_units = units_of(context, share, BLOCK)
     if num_units == 1:
         return
     first_unit = tl.zeros((), tl.int32)
     for first in range(0, own, SPAN):
         rows = first + tl.arange(0, SPAN)
         first_unit += tl.sum(units_of(tl.load(context_ptr + rows, mask=rows < own, other=0), share, BLOCK))
-    column = tl.arange(0, BLOCK_D)
-    inside = column < WIDTH
     peak = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     acc = tl.zeros((BLOCK_D,), tl.float32)
@@ -251,8 +255,7 @@ def join_kernel(
         peak = new_peak
     out = acc / tl.where(total == 0.0, 1.0, total)
     if HAS_GATE:
-        at_gate = gate_ptr + token.to(tl.int64) * gate_stride + head * WIDTH + column
-        out = out / (1.0 + tl.exp(-tl.load(at_gate, mask=inside, other=0.0).to(tl.float32)))
+        out = out / (1.0 + tl.exp(-gate.to(tl.float32)))
     out = tl.where(total == 0.0, 0.0, out)  # also where the gate of a padding row is NaN
     to = out_ptr + (token.to(tl.int64) * NUM_Q + head) * WIDTH + column
     tl.store(to, out.to(out_ptr.dtype.element_ty), mask=inside)
