@@ -184,6 +184,55 @@ def test_tokens_do_not_depend_on_batch_mates(seed: int, vocab: int, count: int, 
         assert talk.logprobs == lone.logprobs
 
 
+def mixed_params() -> list[SamplingParams]:
+    """Every stage, in one step."""
+    return [
+        SamplingParams(temperature=0.0, seed=0),
+        SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.1, seed=1, logprobs=3),
+        SamplingParams(
+            presence_penalty=1.0, logit_bias={4: 1.0}, min_tokens=3, stop_token_ids=(7,), repetition_penalty=1.2, seed=3
+        ),
+    ]
+
+
+def test_a_copy_begun_early_changes_nothing() -> None:
+    logits, heard = torch.randn(3, VOCAB), []
+    for begins in (False, True):
+        sampler = Sampler(3, VOCAB, CPU)
+        for seat, params in enumerate(mixed_params()):
+            sampler.seat(Seating(seat=seat, token_ids=[1, 2], num_prompt=1, params=params))
+        sampled = sampler.sample(logits, [0, 1, 2], [2, 2, 2])
+        if begins:
+            sampled.start_copy()
+            sampled.start_copy()
+        heard.append(sampled.results())
+        assert sampled.results() == heard[-1]
+    assert heard[0] == heard[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_nothing_waits_for_the_gpu_before_the_tokens_are_read() -> None:
+    device = torch.device("cuda")
+    sampler = Sampler(3, VOCAB, device)
+    logits, guessed = torch.randn(5, VOCAB, device=device), torch.tensor([1, 2], device=device)
+
+    def run() -> list[RowResult]:
+        for seat, params in enumerate(mixed_params()):
+            sampler.seat(Seating(seat=seat, token_ids=[1, 2], num_prompt=1, params=params))
+        sampled = sampler.sample(logits, [0, 1, 2], [2, 2, 2], Drafts((1, 0, 1), guessed))
+        sampled.start_copy()
+        torch.cuda.set_sync_debug_mode("default")
+        return sampled.results()
+
+    expected = run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert run() == expected
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.gpu
 def test_the_gpu_says_the_same(seed: int) -> None:
     rng = random.Random(seed)
