@@ -67,11 +67,11 @@ def quantize_only(x: Tensor, weight: Tensor, scale: Tensor | None) -> object:
     return quantize_rows(x)
 
 
-def gemv_of(rows: int, warps: int) -> Product:
+def gemv_of(rows: int, warps: int, early: bool = False) -> Product:
     def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         from deltaserve.ops.linear.triton_gemv import gemv
 
-        return gemv(x, weight, scale, torch.bfloat16, rows, warps)
+        return gemv(x, weight, scale, torch.bfloat16, rows, warps, early)
 
     return product
 
@@ -92,6 +92,8 @@ def cases() -> list[Case]:
             found.append(case(name, tokens, shape, True, linear))
         for rows, warps in ((4, 4), (8, 4), (16, 4), (16, 8), (8, 2)):
             found.append(case(f"{name} gemv BO={rows} w{warps}", 1, shape, True, gemv_of(rows, warps)))
+        for rows in (4, 8, 16):
+            found.append(case(f"{name} early gemv BO={rows} w4", 1, shape, True, gemv_of(rows, 4, True)))
         for split in (1, 2, 4, 8):
             for stages in (3, 5):
                 product = gemm_of(64, 16, split, 4, stages, False)

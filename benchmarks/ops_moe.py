@@ -69,14 +69,14 @@ def gate_up_of(rows: int, warps: int) -> Run:
     return run
 
 
-def pairs_of(rows: int, warps: int, outputs: int, down_warps: int) -> Run:
+def pairs_of(rows: int, warps: int, outputs: int, down_warps: int, early: bool = False) -> Run:
     def run(x: Tensor, scores: Tensor, held: Held) -> object:
         from deltaserve.ops.moe.triton_pairs import down, gate_up
         from deltaserve.ops.moe.triton_route import route
 
-        weights, ids, _ = route(scores, TOP_K, True, True)
-        h = gate_up(x, held[0], held[2], ids, rows, warps)
-        return down(h, held[1], held[3], weights, ids, outputs, down_warps)
+        weights, ids, _ = route(scores, TOP_K, True, True, early)
+        h = gate_up(x, held[0], held[2], ids, rows, warps, early)
+        return down(h, held[1], held[3], weights, ids, outputs, down_warps, early)
 
     return run
 
@@ -125,6 +125,9 @@ def cases() -> list[Case]:
     for pairs in PAIRS:
         label = "pairs BI={} w{} BD={} w{}".format(*pairs)
         found.extend(case(label, tokens, pairs_of(*pairs)) for tokens in ((1, 8) if pairs == PAIRS[0] else (1,)))
+    for pairs in PAIRS[:3]:
+        label = "early pairs BI={} w{} BD={} w{}".format(*pairs)
+        found.append(case(label, 1, pairs_of(*pairs, early=True)))
     found.append(case("pairs", 4, pairs_of(*PAIRS[0])))
     found.append(case("pairs", 16, pairs_of(*PAIRS[0])))
     for label, cuts, sizes in (("few", FEW, (4, 8, 32, 128, 256)), ("many", MANY, (512, 1024, 8192))):

@@ -26,7 +26,7 @@ def compile_gemv(target: str, width: int, tokens: int, rows: int, way: int) -> R
         "y_ptr": "*bf16",
         "height": "i32",
     }
-    constants = {"WIDTH": width, "T": tokens, "BO": rows, "BK": width, "FP8": way}
+    constants = {"WIDTH": width, "T": tokens, "BO": rows, "BK": width, "FP8": way, "EARLY": target == "sm_90"}
     return compile_for(TARGETS[target], gemv_kernel, signature, constants)
 
 

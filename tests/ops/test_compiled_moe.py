@@ -71,13 +71,13 @@ def test_pairs(target: str) -> None:
         TARGETS[target],
         triton_pairs.gate_up_kernel,
         signature_of(way, False, "*bf16"),
-        SHAPE | {"K": 11, "BI": 8, "BK": 2048, "FP8": way},
+        SHAPE | {"K": 11, "BI": 8, "BK": 2048, "FP8": way, "EARLY": target == "sm_90"},
     )
     down = compile_for(
         TARGETS[target],
         triton_pairs.down_kernel,
         signature_of(way, False, "*bf16"),
-        SHAPE | {"K": 11, "BD": 4, "J": 16, "IP": 512, "FP8": way},
+        SHAPE | {"K": 11, "BD": 4, "J": 16, "IP": 512, "FP8": way, "EARLY": target == "sm_90"},
         num_warps=8,
     )
     for found, loads in ((gate_up, 16), (down, 8)):
@@ -91,7 +91,7 @@ def test_pairs(target: str) -> None:
 def test_routing(target: str) -> None:
     scores = {"scores_ptr": "*bf16", "stride": "i32", "pairs": "i32", "sorted_ptr": "*i32", "expert_ptr": "*i32"}
     signature = signature_of(0, False, "*fp32", out_ptr="*bf16", **scores)
-    route = {"E": 512, "K": 10, "EP": 512, "KP": 16, "RENORMALIZE": True, "SHARED": True}
+    route = {"E": 512, "K": 10, "EP": 512, "KP": 16, "RENORMALIZE": True, "SHARED": True, "EARLY": target == "sm_90"}
     for kernel, constants, warps in (
         (route_kernel, route, 1),
         (group_kernel, {"BM": 16, "BP": 512}, 4),

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaserve.ops.gpu import properties
+from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 from deltaserve.ops.linear.triton_fp8 import fp8_way, scaled_input, widen
 
 MAX_TOKENS = 4
@@ -32,7 +33,9 @@ def gemv_kernel(
     BO: tl.constexpr,
     BK: tl.constexpr,
     FP8: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
     start = tl.program_id(0) * BO
     o = start + tl.arange(0, BO)
     kept = o < height
@@ -41,11 +44,13 @@ def gemv_kernel(
     if WIDTH <= BK:
         k = tl.arange(0, BK)[None, :]
         w = tl.load(w_ptrs + k, mask=kept[:, None] & (k < WIDTH), other=0.0, eviction_policy="evict_first")
+        wait_for_inputs(EARLY)
         for t in tl.static_range(T):
             x = scaled_input(x_ptr + t * WIDTH, scale_ptr, 0, WIDTH, BK, FP8)
             y = tl.sum(widen(w, FP8) * x[None, :], 1)
             tl.store(y_ptr + t * height + o, y.to(y_ptr.dtype.element_ty), mask=kept)
     else:
+        wait_for_inputs(EARLY)
         for t in tl.static_range(T):
             y = tl.zeros((BO,), tl.float32)
             for first in range(0, WIDTH, BK):
@@ -72,6 +77,7 @@ def gemv(
     dtype: torch.dtype,
     rows: int = 0,
     num_warps: int = 4,
+    early: bool | None = None,
 ) -> Tensor:
     """x [T, I] with T up to 4, weight [O, I] plain or e4m3 with scales [o, i] -> [T, O] in `dtype`.
 
@@ -96,5 +102,6 @@ def gemv(
         BK=block,
         FP8=way,
         num_warps=num_warps,
+        **early_options(x_TI.device, early),
     )
     return y_TO

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 from deltaserve.ops.linear.triton_fp8 import fp8_way, quantize, widen
 
 MAX_TOKENS = 8
@@ -50,7 +51,10 @@ def gate_up_kernel(
     BI: tl.constexpr,
     BK: tl.constexpr,
     FP8: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
+    let_next_start(EARLY)  # not sooner: so `down`, which starts then, finds the experts chosen
     pair, start = tl.program_id(1), tl.program_id(0) * BI
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     i = start + tl.arange(0, BI)
@@ -89,6 +93,7 @@ def down_kernel(
     J: tl.constexpr,
     IP: tl.constexpr,
     FP8: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     t, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BD
     j, i, d = tl.arange(0, J), tl.arange(0, IP), start + tl.arange(0, BD)
@@ -96,8 +101,6 @@ def down_kernel(
     expert = tl.load(ids_ptr + t * K + j, mask=has, other=0).to(tl.int64)
     rows = w_ptr + expert[None, :, None] * (WIDTH * INNER) + d[:, None, None] * INNER + i[None, None, :]
     w = tl.load(rows, mask=has[None, :, None] & (d < WIDTH)[:, None, None] & (i < INNER)[None, None, :], other=0.0)
-    made = h_ptr + t * (K * INNER) + j[:, None] * INNER + i[None, :]
-    h = tl.load(made, mask=has[:, None] & (i < INNER)[None, :], other=0.0).to(tl.float32)
     factor = tl.load(weights_ptr + t * K + j, mask=has, other=0.0)
     if FP8 != 0:
         NUM: tl.constexpr = (INNER + 127) // 128
@@ -105,6 +108,11 @@ def down_kernel(
         scales = scale_ptr + (expert * ((WIDTH + 127) // 128) + start // 128)[:, None] * NUM + block[None, :]
         w_scale = tl.load(scales, mask=has[:, None] & (block < NUM)[None, :], other=0.0)
         factor = tl.reshape(w_scale * factor[:, None], (J * (IP // 128),))
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
+    made = h_ptr + t * (K * INNER) + j[:, None] * INNER + i[None, :]
+    h = tl.load(made, mask=has[:, None] & (i < INNER)[None, :], other=0.0).to(tl.float32)
+    if FP8 != 0:
         h_q, scale = quantize(tl.reshape(h, (J * (IP // 128), 128)), FP8)
         h = tl.reshape(h_q.to(tl.float32) * (scale * factor)[:, None], (J, IP))
     else:
@@ -121,6 +129,7 @@ def gate_up(
     ids_TK: Tensor,
     rows: int = 8,
     num_warps: int = 4,
+    early: bool | None = None,
 ) -> Tensor:
     """x [T, D], w13 [E, 2I, D] plain or e4m3, ids int32 [T, K] -> silu(gate) * up, [T * K, I] as x.
 
@@ -143,6 +152,7 @@ def gate_up(
         BK=block,
         FP8=way,
         num_warps=num_warps,
+        **early_options(x_TD.device, early),
     )
     return h_PI
 
@@ -155,6 +165,7 @@ def down(
     ids_TK: Tensor,
     rows: int = 0,
     num_warps: int = 8,
+    early: bool | None = None,
 ) -> Tensor:
     """h [T * K, I] of `gate_up`, w2 [E, D, I] plain or e4m3, weights float32 and ids int32 [T, K] -> [T, D] as h.
 
@@ -180,5 +191,6 @@ def down(
         IP=max(128 if way else 16, triton.next_power_of_2(inner)),
         FP8=way,
         num_warps=num_warps,
+        **early_options(h_PI.device, early),
     )
     return y_TD

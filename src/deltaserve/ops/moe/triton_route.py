@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
+
 NONE: tl.constexpr = tl.constexpr(-(1 << 62))
 
 
@@ -27,7 +29,10 @@ def route_kernel(
     KP: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SHARED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
     t = tl.program_id(0).to(tl.int64)
     if t == 0:
         tl.store(count_ptr, 0)
@@ -65,10 +70,11 @@ def route_kernel(
 @triton.jit(do_not_specialize=["pairs"])
 def group_kernel(ids_ptr, sorted_ptr, expert_ptr, count_ptr, pairs, BM: tl.constexpr, BP: tl.constexpr):
     e = tl.program_id(0)
-    number = 0
+    hits = tl.zeros((BP,), tl.int32)
     for start in range(0, pairs, BP):
         p = start + tl.arange(0, BP)
-        number += tl.sum((tl.load(ids_ptr + p, mask=p < pairs, other=-1) == e).to(tl.int32), 0)
+        hits += (tl.load(ids_ptr + p, mask=p < pairs, other=-1) == e).to(tl.int32)
+    number = tl.sum(hits, 0)
     if number > 0:
         tiles = tl.cdiv(number, BM)
         # Whoever comes first gets the first tiles. Which tile a pair is in, and where, changes nothing of its result.
@@ -95,7 +101,9 @@ def sum_kernel(y_ptr, out_ptr, K: tl.constexpr, WIDTH: tl.constexpr, BD: tl.cons
     tl.store(out_ptr + t * WIDTH + d, total.to(out_ptr.dtype.element_ty), mask=d < WIDTH)
 
 
-def route(scores_TF: Tensor, top_k: int, renormalize: bool, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
+def route(
+    scores_TF: Tensor, top_k: int, renormalize: bool, shared: bool, early: bool | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """scores [T, E + 1], its last column the shared expert's gate, rows at any stride.
 
     Returns weights float32 and ids int32 [T, top_k, or one more where the shared expert is the expert E], and an int32
@@ -121,6 +129,7 @@ def route(scores_TF: Tensor, top_k: int, renormalize: bool, shared: bool) -> tup
         RENORMALIZE=renormalize,
         SHARED=shared,
         num_warps=1,
+        **early_options(device, early),
     )
     return weights, ids, count
 
