@@ -24,6 +24,7 @@ def compile_gemv(target: str, width: int, tokens: int, rows: int, way: int) -> R
         "w_ptr": weight,
         "scale_ptr": "*fp32" if way else weight,
         "y_ptr": "*bf16",
+        "tokens": "i32",
         "height": "i32",
     }
     constants = {"WIDTH": width, "T": tokens, "BO": rows, "BK": width, "FP8": way, "EARLY": target == "sm_90"}

@@ -21,12 +21,21 @@ MAX_BLOCK = 4096
 TILE_BYTES = 32 << 10
 
 
-@triton.jit(do_not_specialize=["height"])
+@triton.jit
+def row_products(x_ptr, w, scale_ptr, y_ptrs, kept, WIDTH: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr):
+    """One token's outputs from rows of the weight [BO, BK]."""
+    x = scaled_input(x_ptr, scale_ptr, 0, WIDTH, BK, FP8)
+    y = tl.sum(widen(w, FP8) * x[None, :], 1)
+    tl.store(y_ptrs, y.to(y_ptrs.dtype.element_ty), mask=kept)
+
+
+@triton.jit(do_not_specialize=["tokens", "height"])
 def gemv_kernel(
     x_ptr,
     w_ptr,
     scale_ptr,
     y_ptr,
+    tokens,
     height,
     WIDTH: tl.constexpr,
     T: tl.constexpr,
@@ -46,12 +55,14 @@ def gemv_kernel(
         w = tl.load(w_ptrs + k, mask=kept[:, None] & (k < WIDTH), other=0.0, eviction_policy="evict_first")
         wait_for_inputs(EARLY)
         for t in tl.static_range(T):
-            x = scaled_input(x_ptr + t * WIDTH, scale_ptr, 0, WIDTH, BK, FP8)
-            y = tl.sum(widen(w, FP8) * x[None, :], 1)
-            tl.store(y_ptr + t * height + o, y.to(y_ptr.dtype.element_ty), mask=kept)
+            if t > T // 2:  # of 3 tokens and of 4, the last
+                if t < tokens:
+                    row_products(x_ptr + t * WIDTH, w, scale_ptr, y_ptr + t * height + o, kept, WIDTH, BK, FP8)
+            else:
+                row_products(x_ptr + t * WIDTH, w, scale_ptr, y_ptr + t * height + o, kept, WIDTH, BK, FP8)
     else:
         wait_for_inputs(EARLY)
-        for t in tl.static_range(T):
+        for t in range(tokens):
             y = tl.zeros((BO,), tl.float32)
             for first in range(0, WIDTH, BK):
                 k = first + tl.arange(0, BK)[None, :]
@@ -81,7 +92,7 @@ def gemv(
 ) -> Tensor:
     """x [T, I] with T up to 4, weight [O, I] plain or e4m3 with scales [o, i] -> [T, O] in `dtype`.
 
-    Variants: T, I, dtypes, and `rows` (a power of two), which follows from the shape.
+    Variants: 1, 2, or 3 and 4 tokens, I, dtypes, and `rows` (a power of two), which follows from the shape.
     """
     (tokens, width), height = x_TI.shape, weight_OI.shape[0]
     assert tokens <= MAX_TOKENS, f"linear: {tokens} tokens, at most {MAX_TOKENS}"
@@ -95,9 +106,10 @@ def gemv(
         weight,
         weight if scale_oi is None else scale_oi,
         y_TO,
+        tokens,
         height,
         WIDTH=width,
-        T=tokens,
+        T=triton.next_power_of_2(tokens),
         BO=rows,
         BK=block,
         FP8=way,
