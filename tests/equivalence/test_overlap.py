@@ -1,25 +1,26 @@
 """Overlap changes no token: on equals off, also where outcomes come late, as they do on a GPU.
 
-On a CPU the runner computes at launch. With the tensors at fixed places that a GPU's graphs read, its outcomes come
-when they are asked for, and the newest tokens go from step to step on the device; here they do so on the CPU.
+On a CPU the runner computes at launch. As on a GPU, with graphs or without, its outcomes come when they are asked for,
+and the newest tokens go from step to step on the device; here they do so on the CPU.
 """
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from deltaserve.config import EngineConfig
 from deltaserve.core.request import Output, Request, SamplingParams
 from deltaserve.engine.engine import Engine
-from deltaserve.runner.graphs import StepGraphs
 from tests.equivalence.watch import Watched
 from tests.models.factory import tiny_config, write_checkpoint
+from tests.runner.test_graphs import with_graphs
 
 VOCAB = 160
+Late = Literal["eager", "graphs"] | None
 NAN = float("nan")
 
 
@@ -68,20 +69,18 @@ def configure(folder: Path, overlap: str, guesses: int = 0, **settings: Any) -> 
     )
 
 
-def make(folder: Path, overlap: str, *, late: bool = False, guesses: int = 0, **settings: Any) -> Watched:
+def make(folder: Path, overlap: str, *, late: Late = None, guesses: int = 0, **settings: Any) -> Watched:
     watched = Watched(configure(folder, overlap, guesses, **settings), NAN)
-    if late:
-        let_outcomes_come_late(watched.engine)
+    let_outcomes_come_late(watched.engine, late)
     return watched
 
 
-def let_outcomes_come_late(engine: Engine) -> None:
-    runner, blueprint = engine.workers.runner, engine.blueprint
-    assert runner is not None
-    lengths, sizes = range(1, 2 + blueprint.num_guesses), (blueprint.model.hidden_size, blueprint.dtype)
-    graphs = StepGraphs(runner.model, runner.pools, runner.seats, lengths, *sizes)
-    graphs.record(progress=False)
-    runner.use_graphs(graphs)
+def let_outcomes_come_late(engine: Engine, late: Late) -> None:
+    assert engine.workers.runner is not None
+    if late == "eager":
+        engine.workers.runner.inputs.runs_ahead = True
+    elif late == "graphs":
+        with_graphs(engine)
 
 
 def answers(watched: Watched, draw: random.Random | None) -> dict[str, list[Any]]:
@@ -132,8 +131,8 @@ def off(folder: Path) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("prefix_cache", ["on", "off"])
-@pytest.mark.parametrize(("late", "guesses"), [(False, 0), (True, 0), (False, 2)])
-def test_on_equals_off(late: bool, guesses: int, prefix_cache: str, folder: Path, off: dict[str, list[Any]]) -> None:
+@pytest.mark.parametrize(("late", "guesses"), [(None, 0), ("eager", 0), ("graphs", 0), (None, 2)])
+def test_on_equals_off(late: Late, guesses: int, prefix_cache: str, folder: Path, off: dict[str, list[Any]]) -> None:
     settings = {"num_slots": 4 * (1 + guesses) + 8, "prefix_cache": prefix_cache}
     watched = make(folder, "on", late=late, guesses=guesses, **settings)
     assert answers(watched, None) == off
@@ -145,10 +144,16 @@ def test_on_equals_off(late: bool, guesses: int, prefix_cache: str, folder: Path
 
 @pytest.mark.parametrize(
     ("late", "settings"),
-    [(False, {}), (True, {}), (True, {"num_blocks": 5}), (True, {"num_slots": 4}), (True, {"max_num_seqs": 1})],
+    [
+        (None, {}),
+        ("graphs", {}),
+        ("graphs", {"num_blocks": 5}),
+        ("eager", {"num_slots": 4}),
+        ("graphs", {"max_num_seqs": 1}),
+    ],
 )
 def test_whatever_comes_and_goes(
-    late: bool, settings: dict[str, int], folder: Path, off: dict[str, list[Any]], seed: int
+    late: Late, settings: dict[str, int], folder: Path, off: dict[str, list[Any]], seed: int
 ) -> None:
     watched = make(folder, "on", late=late, **settings)
     said = answers(watched, random.Random(seed))
@@ -169,11 +174,10 @@ def test_overlap_costs_no_prefill(folder: Path) -> None:
     assert costs[0] == costs[1]
 
 
-@pytest.mark.parametrize(("late", "steps"), [(False, 1), (True, 2)])
-def test_auto_overlaps_where_outcomes_come_late(late: bool, steps: int, folder: Path) -> None:
+@pytest.mark.parametrize(("late", "steps"), [(None, 1), ("eager", 2), ("graphs", 2)])
+def test_auto_overlaps_where_outcomes_come_late(late: Late, steps: int, folder: Path) -> None:
     engine = Engine(configure(folder, "auto"))
-    if late:
-        let_outcomes_come_late(engine)
+    let_outcomes_come_late(engine, late)
     engine.add(requests()[0])
     engine.step()
     assert engine.stats().steps == steps
