@@ -114,6 +114,11 @@ class Net:
         window, state = 3 * shape.channels, shape.v_heads * shape.k_dim * shape.v_dim
         # Extra columns: rows have a stride of their own.
         projected = torch.randn(tokens, width + 16, device=device).to(dtype)[:, :width]
+        # Queries and keys lean to one side: the norm of a fresh row's first output, which is q.k times a value, would
+        # magnify the rounding of a product near zero.
+        projected[:, : 2 * shape.k_heads * shape.k_dim] += 0.5
+        conv_weight = (torch.randn(4, shape.channels, device=device) / 2).to(dtype).t()
+        conv_weight[: 2 * shape.k_heads * shape.k_dim].abs_()
         memories = []
         for size, kind in ((window, dtype), (state, state_dtype)):
             memory = torch.full((2 * PAGE + rows.num_slots * size,), torch.nan, dtype=kind, device=device)
@@ -126,7 +131,7 @@ class Net:
             shape,
             rows,
             projected,
-            (torch.randn(4, shape.channels, device=device) / 2).to(dtype).t(),
+            conv_weight,
             torch.randn(shape.v_heads, device=device),
             torch.randn(shape.v_heads, device=device) - 2,
             1 + torch.randn(shape.v_dim, device=device) / 10,
