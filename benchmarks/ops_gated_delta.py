@@ -51,7 +51,7 @@ def steps(rows: int, length: int, state: torch.dtype, config: dict[str, Any]) ->
 
     layout = step_layout(rows, length)
     size = rows * STATE * state.itemsize
-    sets = [layer(layout, rows * length, state) for _ in range(max(2, min(20, -(-2 * L2_BYTES // size))))]
+    sets = [layer(layout, rows * length, state) for _ in range(max(2, min(50, -(-2 * L2_BYTES // size))))]
     for arguments in sets:
         arguments["z_TVD"] = arguments.pop("z_TX").unflatten(1, (V_HEADS, WIDTH))
         arguments["out_TVD"] = torch.empty(rows * length, V_HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
