@@ -89,18 +89,24 @@ class IdPool:
 
         Raises AssertionError naming the first ids that do not add up.
         """
-        expected = [0] * self.size
+        # Linear in the ids that somebody owns; of the free ones only whole lists are counted.
+        expected: dict[int, int] = {}
         for i in owners:
-            expected[i] += 1
-        marked = [False] * self.size
+            expected[i] = expected.get(i, 0) + 1
+        marked: set[int] = set()
         for i in cached:
-            assert not marked[i], f"{name} {i} stands in the index twice"
-            marked[i] = True
-            expected[i] += 1
-        wrong = [(i, self.refs[i], expected[i]) for i in range(self.size) if self.refs[i] != expected[i]]
-        assert not wrong, f"{name}s (id, references, owners found) do not add up: {wrong[:8]}"
-        assert marked == self._cached, f"{name}s marked as cached are not those of the index"
-        free = sorted(self._free)
-        assert free == [i for i in range(self.size) if expected[i] == 0], f"the free list of {name}s is wrong"
-        idle = sum(self.is_idle(i) for i in range(self.size))
+            assert i not in marked, f"{name} {i} stands in the index twice"
+            marked.add(i)
+            expected[i] = expected.get(i, 0) + 1
+        refs = self.refs
+        wrong = [(i, refs[i], count) for i, count in expected.items() if refs[i] != count]
+        if refs.count(0) != self.size - len(expected):
+            wrong += [(i, refs[i], 0) for i in range(self.size) if refs[i] and i not in expected]
+        assert not wrong, f"{name}s (id, references, owners found) do not add up: {sorted(wrong)[:8]}"
+        is_marked = all(self._cached[i] for i in marked) and self._cached.count(True) == len(marked)
+        assert is_marked, f"{name}s marked as cached are not those of the index"
+        free = set(self._free)
+        is_free = len(free) == len(self._free) == self.size - len(expected) and free.isdisjoint(expected)
+        assert is_free, f"the free list of {name}s is wrong"
+        idle = sum(refs[i] == 1 for i in marked)
         assert idle == self.num_idle, f"{self.num_idle} idle {name}s counted, {idle} found"
