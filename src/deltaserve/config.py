@@ -41,8 +41,10 @@ class EngineConfig:
     dtype: DType = option("auto", "weights and activations; auto is the checkpoint's on a GPU and float32 on a CPU")
     state_dtype: StateDType = option("float32", "recurrent matrices of the gated delta nets; bfloat16 drifts")
     max_model_len: int | None = option(None, "longest prompt plus output; by default the model's", "tokens")
-    max_num_seqs: int = option(64, "requests that run at once")
-    max_num_batched_tokens: int = option(2048, "tokens computed in one step; long prompts are cut to it", "tokens")
+    max_num_seqs: int | None = option(None, "requests that run at once; by default 64, on a GPU 256")
+    max_num_batched_tokens: int | None = option(
+        None, "tokens computed in one step; long prompts are cut to it; by default 2048, on a GPU 8192", "tokens"
+    )
     cache_memory_gib: float | None = option(
         None,
         "memory for KV blocks and state slots; by default 0.9 of what the weights leave, on a CPU half, at most 4",
@@ -88,8 +90,21 @@ class EngineConfig:
             raise ValueError(f"max_waiting is {self.max_waiting}; it must be at least 0")
         if self.cache_memory_gib is not None and not self.cache_memory_gib > 0:
             raise ValueError(f"cache_memory_gib is {self.cache_memory_gib}; it must be above 0")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is not None and seqs is not None and tokens < seqs:
             raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: "
+                f"max_num_batched_tokens is {tokens}, below max_num_seqs {seqs}: "
                 "a step could not hold one token of each request; raise the first or lower the second"
             )
+
+    def limits(self, device: str) -> tuple[int, int]:
+        """Requests that run at once, and tokens of one step, as they were chosen or else as suits `cpu` or `cuda`.
+
+        A limit that was left open gives way to the other one.
+        """
+        seqs, tokens = (64, 2048) if device == "cpu" else (256, 8192)
+        if self.max_num_seqs is not None:
+            seqs, tokens = self.max_num_seqs, max(tokens, self.max_num_seqs)
+        if self.max_num_batched_tokens is not None:
+            seqs, tokens = min(seqs, self.max_num_batched_tokens), self.max_num_batched_tokens
+        return seqs, tokens

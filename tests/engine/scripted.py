@@ -37,7 +37,7 @@ class ScriptedEngine:
     def __init__(self, config: EngineConfig, step_seconds: float) -> None:
         self.config = config
         self.step_seconds = step_seconds
-        self.max_running = config.max_num_seqs
+        self.max_running = config.limits("cpu")[0]
         self.max_model_len = config.max_model_len or 4096
         self.waiting: list[Request] = []
         self.running: dict[str, Running] = {}
@@ -163,7 +163,7 @@ def make(config: EngineConfig, step_seconds: float) -> tuple[ScriptedEngine, Eng
         checkpoint=str(BUILTIN),
         vocab_size=VOCAB_SIZE,
         max_model_len=engine.max_model_len,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.limits("cpu")[0],
         device="cpu",
         dtype="float32",
     )

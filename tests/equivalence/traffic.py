@@ -64,7 +64,9 @@ class Traffic:
     def _open_the_day(self) -> None:
         """Undisturbed: requests that come in easily, but whose answers need three blocks each; then a second turn."""
         longest, vocab = self.engine.max_model_len, range(self.truth.vocab_size)
-        prompts = [self.draw.choices(vocab, k=min(60, longest - 1)) for _ in range(self.engine.config.max_num_seqs)]
+        prompts = [
+            self.draw.choices(vocab, k=min(60, longest - 1)) for _ in range(self.engine.blueprint.memory.max_num_seqs)
+        ]
         for turn in range(2):
             for number, prompt in enumerate(prompts):
                 params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True, seed=number)

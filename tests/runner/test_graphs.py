@@ -33,7 +33,7 @@ def with_graphs(engine: Engine) -> StepGraphs:
         runner.seats,
         runner.inputs.last_token,
         lengths=range(1, 2 + blueprint.num_guesses),
-        max_tokens=engine.config.max_num_batched_tokens,
+        max_tokens=engine.blueprint.max_num_batched_tokens,
         hidden_size=blueprint.model.hidden_size,
         dtype=blueprint.dtype,
     )

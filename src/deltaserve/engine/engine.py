@@ -75,7 +75,7 @@ class Engine:
         self.scheduler = Scheduler(
             make_cache(*memory.pool_sizes, memory.max_keep, index),
             max_num_seqs=memory.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=blueprint.max_num_batched_tokens,
             max_model_len=memory.max_model_len,
             eos_token_ids=sorted({*blueprint.model.eos_token_ids, *self.generation_defaults.eos_token_ids}),
             seed=config.seed,

@@ -36,6 +36,8 @@ class Blueprint:
     state_dtype: torch.dtype
     num_parameters: int
     memory: MemoryPlan
+    max_num_batched_tokens: int
+    """Tokens of one step."""
     keeps_prefixes: bool
     num_guesses: int
     """Most tokens that the MTP layer guesses ahead; 0 leaves it out."""
@@ -74,6 +76,7 @@ class Blueprint:
             state_dtype=state,
             num_parameters=outline.num_parameters,
             memory=memory,
+            max_num_batched_tokens=config.limits(device.type)[1],
             keeps_prefixes=keeps_prefixes,
             num_guesses=num_guesses,
             quantized=quantized,

@@ -25,8 +25,6 @@ MEASURED_CACHE_SHARE = 0.97
 SNAPSHOT_SHARE = 0.25
 """Of what the requests' own slots and a block for each leave: for the states that the prefix cache keeps."""
 
-_DEFAULT_NUM_SEQS = EngineConfig().max_num_seqs
-
 
 @dataclass(frozen=True)
 class Footprint:
@@ -146,8 +144,7 @@ def solve(
     """Fit the pools into what the weights and `reserve` leave; `snapshot_share` of what is left open goes to further
     slots.
 
-    What the user left open is made smaller until it fits (a note tells); `max_num_seqs` at its default counts as left
-    open. What the user chose is kept or refused.
+    What the user left open is made smaller until it fits (a note tells). What the user chose is kept or refused.
 
     Raises ValueError for a choice that cannot be kept, naming it, its limit and the largest legal value; and when not
     even the weights and one request fit.
@@ -160,12 +157,12 @@ def solve(
     left = max(0, budget - blocks * sizes.block - slots * sizes.slot)
     longest = blocks_of(chosen.model_len or max_position)
 
-    num_seqs = chosen.num_seqs
+    num_seqs, (usual, _) = chosen.num_seqs, config.limits(device)
     if num_seqs is None:
         unit = (0 if chosen.num_slots else max_keep * sizes.slot) + (0 if chosen.num_blocks else sizes.block)
         others = 0 if chosen.num_blocks else max(0, longest - blocks) * sizes.block
         num_seqs = 1 + max(left // 2, left - others) // max(1, unit)
-        num_seqs = min(num_seqs, _DEFAULT_NUM_SEQS, (chosen.num_slots or 1 << 60) // max_keep)
+        num_seqs = min(num_seqs, usual, (chosen.num_slots or 1 << 60) // max_keep)
         num_seqs = min(num_seqs, chosen.num_blocks or num_seqs)
         left -= (num_seqs - 1) * unit
         blocks += num_seqs - 1
@@ -178,8 +175,8 @@ def solve(
 
     notes = []
     pools = f"there is room for {num_blocks:,} KV blocks and {num_slots:,} state slots"
-    if chosen.num_seqs is None and num_seqs < _DEFAULT_NUM_SEQS:
-        notes.append(f"max_num_seqs is {num_seqs}, not {_DEFAULT_NUM_SEQS}: {pools}")
+    if chosen.num_seqs is None and num_seqs < usual:
+        notes.append(f"max_num_seqs is {num_seqs}, not {usual}: {pools}")
     if chosen.model_len is None and max_model_len < max_position:
         notes.append(f"max_model_len is {max_model_len:,}, not the model's {max_position:,}: {pools}")
     return MemoryPlan(
@@ -199,8 +196,7 @@ class _Chosen:
 
     @classmethod
     def of(cls, config: EngineConfig, max_keep: int) -> _Chosen:
-        num_seqs = None if config.max_num_seqs == _DEFAULT_NUM_SEQS else config.max_num_seqs
-        return cls(num_seqs, config.max_model_len, config.num_blocks, config.num_slots, max_keep)
+        return cls(config.max_num_seqs, config.max_model_len, config.num_blocks, config.num_slots, max_keep)
 
     def least(self) -> tuple[int, int]:
         """The fewest blocks and slots that keep every choice: a request of full length, and a block for each one."""

@@ -34,7 +34,7 @@ def make_runner(
     blueprint = _measure(config, blueprint, model)
     runner = _runner(blueprint, model, blueprint.memory, fill)
     if not config.enforce_eager and blueprint.dtype != torch.float64:
-        graphs = _graphs(config, blueprint, runner)
+        graphs = _graphs(blueprint, runner)
         graphs.record()
         runner.use_graphs(graphs)
     return blueprint, runner
@@ -42,7 +42,7 @@ def make_runner(
 
 def _measure(config: EngineConfig, blueprint: Blueprint, model: Model) -> Blueprint:
     """Compiles the kernels and runs the largest steps on pools that hold nothing else; then fits the real pools."""
-    most = min(config.max_num_batched_tokens, blueprint.memory.max_model_len)
+    most = min(blueprint.max_num_batched_tokens, blueprint.memory.max_model_len)
     trial = replace(
         blueprint.memory,
         num_blocks=blocks_of(most),
@@ -58,7 +58,7 @@ def _measure(config: EngineConfig, blueprint: Blueprint, model: Model) -> Bluepr
     before = torch.cuda.memory_allocated()
     warm_up.run()
     steps = torch.cuda.max_memory_allocated() - before
-    num_graphs = 0 if config.enforce_eager else len(_graphs(config, blueprint, runner).shapes)
+    num_graphs = 0 if config.enforce_eager else len(_graphs(blueprint, runner).shapes)
     del runner, warm_up
     torch.cuda.empty_cache()
     free = free_memory(blueprint.device) + blueprint.memory.sizes.weights
@@ -72,14 +72,14 @@ def _runner(blueprint: Blueprint, model: Model, memory: MemoryPlan, fill: float 
     return Runner(model, blueprint.model.vocab_size, memory, pools, blueprint.dtype)
 
 
-def _graphs(config: EngineConfig, blueprint: Blueprint, runner: Runner) -> StepGraphs:
+def _graphs(blueprint: Blueprint, runner: Runner) -> StepGraphs:
     return StepGraphs(
         runner.model,
         runner.pools,
         runner.seats,
         runner.inputs.last_token,
         lengths=range(1, 2 + blueprint.num_guesses),
-        max_tokens=min(config.max_num_batched_tokens, runner.seats.max_len),
+        max_tokens=min(blueprint.max_num_batched_tokens, runner.seats.max_len),
         hidden_size=blueprint.model.hidden_size,
         dtype=blueprint.dtype,
     )
