@@ -48,13 +48,21 @@ def round_e4m3(v):
 
 
 @triton.jit
+def divide(x, scale):
+    """x [R, 128] / scale [R], rounded as a division is: the product with the inverse, mended by what is left over."""
+    inverse = tl.minimum(tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 3e38)[:, None]
+    q = x * inverse
+    return tl.fma(tl.fma(-q, tl.broadcast_to(scale[:, None], x.shape), x), tl.broadcast_to(inverse, x.shape), q)
+
+
+@triton.jit
 def quantize(x, FP8: tl.constexpr):
     """x fp32 [R, 128] -> (operand of `tl.dot` [R, 128], scale [R])."""
     amax = tl.max(tl.abs(x), 1)
-    amax = tl.where(amax == 0, 448.0, amax)
-    scale, v = amax / 448.0, x * (448.0 / amax)[:, None]
-    q = v.to(tl.float8e4nv) if FP8 == 1 else round_e4m3(v).to(tl.float16)
-    return q, scale
+    scale = tl.math.div_rn(tl.where(amax == 0, 448.0, amax), tl.full(amax.shape, 448.0, tl.float32))
+    if FP8 == 1:
+        return divide(x, scale).to(tl.float8e4nv), scale
+    return round_e4m3(tl.math.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))).to(tl.float16), scale
 
 
 @triton.jit
