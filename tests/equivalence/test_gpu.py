@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from deltaserve import LLM, SamplingParams
+from tests.equivalence.test_traffic import draw_config
+from tests.equivalence.traffic import Traffic
+from tests.equivalence.truth import Truth
+from tests.equivalence.watch import Watched
+from tests.models.factory import BUILTIN
 
 QUESTIONS = [
     "Who are you?",
@@ -36,3 +43,18 @@ def test_gpu_equals_cpu(dtype: str) -> None:
         for i in range(len(prompts))
     ]
     assert answers("cuda", dtype, prompts, params) == answers("cpu", dtype, prompts, params)
+
+
+@pytest.mark.gpu
+def test_random_traffic(seed: int) -> None:
+    """As tests/equivalence/test_traffic.py, with graphs, and steps that overlap."""
+    truth, seen = Truth(BUILTIN), Counter[str]()
+    for number in range(3):
+        draw = random.Random(f"{seed} {number}")
+        config = replace(draw_config(draw, number, None, "float32"), device="cuda", overlap="auto")
+        watched = Watched(config, draw.choice([float("nan"), 1e3]))
+        seen += Traffic(watched, truth, draw, greedy_only=True).run(12, tolerance=2e-3)
+        watched.engine.close()
+    print(dict(sorted(seen.items())))
+    assert seen["mixed steps"]
+    assert seen["tokens from the cache"]

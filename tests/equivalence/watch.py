@@ -173,19 +173,20 @@ class Watched:
         """One sequence alone, in blocks 0, 1, ... and slot 0."""
         assert self.engine.workers.runner is not None
         model, length = self.engine.workers.runner.model, len(tokens)
-        blocks, token_ids = list(range(-(-length // BLOCK))), torch.tensor(tokens)
-        kv = [torch.full((2, len(blocks), *pool.shape[2:]), NAN, dtype=pool.dtype) for pool in self.pools.kv]
+        blocks, device = list(range(-(-length // BLOCK))), self.pools.kv[0].device
+        token_ids = torch.tensor(tokens, device=device)
+        kv = [pool.new_full((2, len(blocks), *pool.shape[2:]), NAN) for pool in self.pools.kv]
         conv, state, hidden = (
-            tuple(torch.full((1, *pool.shape[1:]), NAN, dtype=pool.dtype) for pool in kind)
+            tuple(pool.new_full((1, *pool.shape[1:]), NAN) for pool in kind)
             for kind in (self.pools.conv, self.pools.state, self.pools.hidden)
         )
         with torch.inference_mode():
-            layout = Layout.from_rows([length], write_slots=[[-1] * (length - 1) + [0]], blocks=[blocks])
+            layout = Layout.from_rows([length], write_slots=[[-1] * (length - 1) + [0]], blocks=[blocks], device=device)
             hidden_TD = model(token_ids, ForwardContext(layout=layout, kv=kv, conv=conv, state=state))
             for pool in hidden:
                 pool[0] = hidden_TD[-1]
             if hidden and length > FIRST_ENTRY:
-                layout = Layout.from_rows([length - FIRST_ENTRY], starts=[FIRST_ENTRY], blocks=[blocks])
+                layout = Layout.from_rows([length - FIRST_ENTRY], starts=[FIRST_ENTRY], blocks=[blocks], device=device)
                 layout = replace(layout, first_key=FIRST_ENTRY)
                 context = ForwardContext(layout=layout, kv=kv, conv=conv, state=state)
                 model.look_ahead(token_ids[FIRST_ENTRY:], hidden_TD[:-FIRST_ENTRY], context)
