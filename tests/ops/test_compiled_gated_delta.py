@@ -28,15 +28,15 @@ def signature(kernel: Any, state: str = "fp32", **others: str) -> dict[str, str]
 @pytest.mark.parametrize("is_one", [True, False])
 @pytest.mark.parametrize("target", TARGETS)
 def test_step(target: str, is_one: bool, state: str) -> None:
-    """One token a row: everything in the 128 registers that let two programs share a multiprocessor."""
+    """Everything in registers, of which two programs share a multiprocessor's."""
     kernel = triton_step.step_kernel
     constants = {**SHAPES, "BV": 128, "eps": 1e-6, "ONE": is_one, "RAGGED": False}
-    taken = compile_for(TARGETS[target], kernel, signature(kernel, state), constants, num_warps=8)
-    assert taken.spilled <= (64 if target == "gfx942" else 0)  # Triton 3.9: none; 3.6: some, on AMD
+    taken = compile_for(TARGETS[target], kernel, signature(kernel, state), constants, num_warps=4)
+    assert taken.spilled <= (64 if target == "gfx942" else 8)  # Triton 3.9: none on AMD; 3.6: some
     assert taken.registers <= 256
     assert taken.shared <= 8 << 10
     if target != "gfx942":
-        loads = 16 if state == "fp32" else 8
+        loads = 32 if state == "fp32" else 16
         assert taken.assembly.count("ld.global.v4.b32") >= loads
         assert taken.assembly.count("st.global.v4.b32") >= loads
 

@@ -3,8 +3,8 @@ Knows no projections. Meant for few tokens of many rows; any number of them is c
 
 One program per row and value head. It holds the head's state in registers, 64 KB at 128 x 128, over all tokens of the
 row: the state is read once and written once for each token that keeps it, and these bytes are nearly all there are. At
-batch 1 of the 80B model 32 programs move 4.2 MB; with 8 warps and at most 128 registers two programs share a
-multiprocessor, so that one loads while the other stores.
+batch 1 of the 80B model 32 programs move 4.2 MB; with 4 warps two programs share a multiprocessor, so that one loads
+while the other stores.
 
 Value heads of one key head each convolve its query and key, which costs a few hundred loads. Only one may write their
 window, and not before all have read it, since a window may be kept where it was read: the last of them to arrive, by a
@@ -216,12 +216,9 @@ def arrivals(layout: Layout, segment: Segment, key_heads: int) -> Tensor:
 
 
 def tile(k_dim: int, v_dim: int) -> dict[str, Any]:
-    """Block widths and warps: 64 state registers a thread at 128 x 128, and registers for two programs at a time."""
+    """Block widths and warps: 128 state registers a thread at 128 x 128. More warps are slower in every batch."""
     block_k, block_v = (max(16, triton.next_power_of_2(width)) for width in (k_dim, v_dim))
-    config: dict[str, Any] = {"BK": block_k, "BV": block_v, "num_warps": min(8, max(1, block_k * block_v // 2048))}
-    if torch.version.hip is None:
-        config["maxnreg"] = 128
-    return config
+    return {"BK": block_k, "BV": block_v, "num_warps": min(8, max(1, block_k * block_v // 4096))}
 
 
 def step(
