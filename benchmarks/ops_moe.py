@@ -53,10 +53,11 @@ def routing(x: Tensor, scores: Tensor, held: Held) -> object:
 
 
 def gathering(x: Tensor, scores: Tensor, held: Held) -> object:
-    from deltaserve.ops.moe.triton_route import group, route
+    from deltaserve.ops.moe.triton_members import group
+    from deltaserve.ops.moe.triton_route import route
 
     _, ids, count = route(scores, TOP_K, True, True)
-    return group(ids, count, EXPERTS + 1, 16)
+    return group(ids, count, EXPERTS + 1, 16, shared=True)
 
 
 def gate_up_of(rows: int, warps: int) -> Run:

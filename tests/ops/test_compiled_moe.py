@@ -9,7 +9,8 @@ import triton.language as tl
 
 from deltaserve.ops.moe import triton_groups, triton_pairs
 from deltaserve.ops.moe.triton_groups import Tiles, choose_tiles
-from deltaserve.ops.moe.triton_route import group_kernel, route_kernel, sum_kernel
+from deltaserve.ops.moe.triton_members import group_kernel, place_kernel, rank_kernel, sum_kernel
+from deltaserve.ops.moe.triton_route import route_kernel
 from tests.ops.compiled import TARGETS, Resources, compile_for
 
 SHARED = {"sm_90": 227 << 10, "sm_80": 163 << 10, "gfx942": 64 << 10}
@@ -89,14 +90,18 @@ def test_pairs(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_routing(target: str) -> None:
-    scores = {"scores_ptr": "*bf16", "stride": "i32", "pairs": "i32", "sorted_ptr": "*i32", "expert_ptr": "*i32"}
-    signature = signature_of(0, False, "*fp32", out_ptr="*bf16", **scores)
+    sizes = {"scores_ptr": "*bf16", "stride": "i32", "pairs": "i32", "out_ptr": "*bf16"}
+    tables = dict.fromkeys(("sorted_ptr", "expert_ptr", "rank_ptr", "first_ptr", "number_ptr", "given_ptr"), "*i32")
+    signature = signature_of(0, False, "*fp32", **sizes, **tables)
+    early = {"EARLY": target == "sm_90"}
+    many = {"E": 513, "BM": 64, "BP": 512} | early
     route = {"E": 512, "K": 10, "EP": 512, "KP": 16, "RENORMALIZE": True, "SHARED": True, "EARLY": target == "sm_90"}
     for kernel, constants, warps in (
         (route_kernel, route, 1),
-        (group_kernel, {"BM": 16, "BP": 512}, 4),
-        (group_kernel, {"BM": 64, "BP": 4096}, 8),
-        (sum_kernel, {"K": 11, "WIDTH": 2048, "BD": 1024}, 4),
+        (group_kernel, {"BM": 16, "BP": 512} | early, 4),
+        (rank_kernel, {"K": 11, "EP": 1024, "SHARED": True} | many, 4),
+        (place_kernel, {"BE": 16} | many, 4),
+        (sum_kernel, {"K": 11, "WIDTH": 2048, "BD": 1024} | early, 4),
     ):
         found = compile_for(TARGETS[target], kernel, signature, constants, num_warps=warps)
         assert found.spilled == 0, kernel

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltaserve.ops.linear.reference import quantize_weight
-from deltaserve.ops.moe import reference, triton_groups, triton_pairs, triton_route
+from deltaserve.ops.moe import reference, triton_groups, triton_members, triton_pairs, triton_route
 from deltaserve.ops.moe.gpu import sparse_moe
 from deltaserve.ops.moe.triton_groups import Tiles
 from tests.ops.guarded import guarded, relative
@@ -65,19 +65,23 @@ def test_of_equal_scores_the_lowest_expert_is_chosen_and_nan_gives_valid_ids() -
 
 
 @pytest.mark.parametrize("size", [16, 64])
-@pytest.mark.parametrize(("pairs", "num_experts"), [(1, 4), (40, 4), (700, 9)])
-def test_every_pair_is_in_one_tile_of_its_expert(pairs: int, num_experts: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("pairs", "num_experts", "shared"), [(1, 4, False), (40, 4, False), (700, 9, False), (1100, 40, True)]
+)
+def test_every_pair_is_in_one_tile_of_its_expert(pairs: int, num_experts: int, shared: bool, size: int) -> None:
     ids = torch.randint(0, num_experts, (pairs, 1), dtype=torch.int32)
+    if shared:
+        ids = torch.cat([ids % (num_experts - 1), torch.full_like(ids, num_experts - 1)], 1)
     count = torch.zeros(1, dtype=torch.int32)
     with guarded():
-        members, experts = triton_route.group(ids, count, num_experts, size)
+        members, experts = triton_members.group(ids, count, num_experts, size, shared)
     tiles = int(count)
     assert tiles == sum(-(-int(n) // size) for n in torch.bincount(ids.flatten())) <= len(experts)
     for tile in range(tiles):
         held = members[tile][members[tile] >= 0]
-        assert (ids[held.long(), 0] == experts[tile]).all()
+        assert (ids.flatten()[held.long()] == experts[tile]).all()
     held = members[:tiles].flatten()
-    assert sorted(held[held >= 0].tolist()) == list(range(pairs))
+    assert sorted(held[held >= 0].tolist()) == list(range(ids.numel()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, None])

@@ -32,4 +32,4 @@ def sparse_moe(
     if tokens <= triton_pairs.MAX_TOKENS:
         h_PI = triton_pairs.gate_up(x_TD, w13, w13_scale, ids_TK)
         return triton_pairs.down(h_PI, w2, w2_scale, weights_TK, ids_TK)
-    return triton_groups.grouped(x_TD, w13, w2, w13_scale, w2_scale, weights_TK, ids_TK, count)
+    return triton_groups.grouped(x_TD, w13, w2, w13_scale, w2_scale, weights_TK, ids_TK, count, shared=shared)

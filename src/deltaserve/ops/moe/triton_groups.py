@@ -19,7 +19,7 @@ from torch import Tensor
 from deltaserve.ops.gpu import properties
 from deltaserve.ops.linear.triton_fp8 import fp8_way, operand, quantize, quantize_rows, stored
 from deltaserve.ops.linear.triton_gemm import along_tokens, multiply, products
-from deltaserve.ops.moe.triton_route import add_up, group
+from deltaserve.ops.moe.triton_members import add_up, group
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -199,6 +199,7 @@ def grouped(
     ids_TK: Tensor,
     count: Tensor,
     tiles: Tiles | None = None,
+    shared: bool = False,
 ) -> Tensor:
     """x [T, D], w13 [E, 2I, D] and w2 [E, D, I] plain or e4m3, weights float32 and ids int32 [T, K], `count` as `route`
     gives it -> [T, D] as x.
@@ -209,7 +210,7 @@ def grouped(
     pairs, device = ids_TK.numel(), x_TD.device
     if tiles is None:
         tiles = choose_tiles(pairs, num_experts, w13_scale is not None, properties(device).shared_bytes)
-    members, experts = group(ids_TK, count, num_experts, tiles.pairs)
+    members, experts = group(ids_TK, count, num_experts, tiles.pairs, shared)
     (w13, way), w2 = fp8_way(w13, w13_scale), fp8_way(w2, w2_scale)[0]
     ready = tiles.ready and way > 0
     x_in, stride, x_scale = x_TD.contiguous(), 0, w13

@@ -1,8 +1,4 @@
-"""Chooses each token's experts, gathers the pairs of each expert, and adds up a token's outputs. Knows no weights.
-
-A pair is a token and one of its experts; token t's are the pairs t * K to t * K + K - 1. Three small kernels, bound by
-their launch: one program per token; per expert; per token and 1,024 columns.
-"""
+"""Chooses each token's experts. Knows no weights. One program per token, bound by its launch."""
 
 from __future__ import annotations
 
@@ -67,47 +63,13 @@ def route_kernel(
     tl.store(ids_ptr + t * WIDTH + place, ids, mask=place < WIDTH)
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def group_kernel(ids_ptr, sorted_ptr, expert_ptr, count_ptr, pairs, BM: tl.constexpr, BP: tl.constexpr):
-    e = tl.program_id(0)
-    hits = tl.zeros((BP,), tl.int32)
-    for start in range(0, pairs, BP):
-        p = start + tl.arange(0, BP)
-        hits += (tl.load(ids_ptr + p, mask=p < pairs, other=-1) == e).to(tl.int32)
-    number = tl.sum(hits, 0)
-    if number > 0:
-        tiles = tl.cdiv(number, BM)
-        # Whoever comes first gets the first tiles. Which tile a pair is in, and where, changes nothing of its result.
-        first = tl.atomic_add(count_ptr, tiles, sem="relaxed")
-        sorted_ptr += first.to(tl.int64) * BM
-        for tile in range(tiles):
-            tl.store(expert_ptr + first + tile, e)
-        done = 0
-        for start in range(0, pairs, BP):
-            p = start + tl.arange(0, BP)
-            mine = (tl.load(ids_ptr + p, mask=p < pairs, other=-1) == e).to(tl.int32)
-            tl.store(sorted_ptr + done + tl.cumsum(mine, 0) - 1, p, mask=mine == 1)
-            done += tl.sum(mine, 0)
-        rest = number + tl.arange(0, BM)
-        tl.store(sorted_ptr + rest, tl.full((BM,), -1, tl.int32), mask=rest < tiles * BM)
-
-
-@triton.jit
-def sum_kernel(y_ptr, out_ptr, K: tl.constexpr, WIDTH: tl.constexpr, BD: tl.constexpr):
-    t, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD + tl.arange(0, BD)
-    total = tl.zeros((BD,), tl.float32)
-    for i in tl.static_range(K):
-        total += tl.load(y_ptr + (t * K + i) * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)
-    tl.store(out_ptr + t * WIDTH + d, total.to(out_ptr.dtype.element_ty), mask=d < WIDTH)
-
-
 def route(
     scores_TF: Tensor, top_k: int, renormalize: bool, shared: bool, early: bool | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """scores [T, E + 1], its last column the shared expert's gate, rows at any stride.
 
     Returns weights float32 and ids int32 [T, top_k, or one more where the shared expert is the expert E], and an int32
-    that is zero, for `group`.
+    that is zero, for `triton_members.group`.
     """
     tokens, num_experts = scores_TF.shape[0], scores_TF.shape[1] - 1
     assert scores_TF.stride(1) == 1, f"moe: scores with strides {scores_TF.stride()}"
@@ -132,27 +94,3 @@ def route(
         **early_options(device, early),
     )
     return weights, ids, count
-
-
-def group(ids_TK: Tensor, count: Tensor, num_experts: int, size: int) -> tuple[Tensor, Tensor]:
-    """Cuts each expert's pairs into tiles of `size` (a power of two).
-
-    Returns the pairs, int32 [tiles, size] with -1 where a tile is not full, and the tiles' experts [tiles]. `count`,
-    zero before, is the number of tiles after; what stands behind them is anything.
-    """
-    pairs, device = ids_TK.numel(), ids_TK.device
-    tiles = min(pairs, num_experts) + pairs // size
-    members = torch.empty(tiles, size, dtype=torch.int32, device=device)
-    experts = torch.empty(tiles, dtype=torch.int32, device=device)
-    block, warps = (512, 4) if pairs <= 512 else (4096, 8)
-    group_kernel[(num_experts,)](ids_TK, members, experts, count, pairs, BM=size, BP=block, num_warps=warps)
-    return members, experts
-
-
-def add_up(y_PD: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
-    """The sums of `top_k` rows after another, always in their order: [T * top_k, D] -> [T, D] in `dtype`."""
-    tokens, width = y_PD.shape[0] // top_k, y_PD.shape[1]
-    out = torch.empty(tokens, width, dtype=dtype, device=y_PD.device)
-    block = min(1024, triton.next_power_of_2(width))
-    sum_kernel[(tokens, triton.cdiv(width, block))](y_PD, out, K=top_k, WIDTH=width, BD=block, num_warps=4)
-    return out
