@@ -61,8 +61,10 @@ def quantize(x, FP8: tl.constexpr):
     amax = tl.max(tl.abs(x), 1)
     scale = tl.math.div_rn(tl.where(amax == 0, 448.0, amax), tl.full(amax.shape, 448.0, tl.float32))
     if FP8 == 1:
-        return divide(x, scale).to(tl.float8e4nv), scale
-    return round_e4m3(tl.math.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))).to(tl.float16), scale
+        q = divide(x, scale).to(tl.float8e4nv)
+    else:
+        q = round_e4m3(tl.math.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))).to(tl.float16)
+    return q, scale
 
 
 @triton.jit
