@@ -61,8 +61,9 @@ class GatedDeltaNet(nn.Module):
         if self.ba_proj is None:
             mixed_TC, z, b_TV, a_TV = self.in_proj(x_TE).split_with_sizes(self.widths, dim=-1)
         else:
-            mixed_TC, z = self.in_proj(x_TE).split_with_sizes(self.widths[:2], dim=-1)
-            b_TV, a_TV = self.ba_proj(x_TE).split_with_sizes(self.widths[2:], dim=-1)
+            mixed_z, ba = self.in_proj.beside(x_TE, self.ba_proj)
+            mixed_TC, z = mixed_z.split_with_sizes(self.widths[:2], dim=-1)
+            b_TV, a_TV = ba.split_with_sizes(self.widths[2:], dim=-1)
         o_THV = gated_delta_net(
             *(mixed_TC, z, b_TV, a_TV, self.conv_weight, self.A_log, self.dt_bias, self.norm_weight, self.eps),
             *(context.conv[self.ordinal], context.state[self.ordinal], context.layout),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deltaserve.ops.linear.api import linear, scale_shape
+from deltaserve.ops.linear.api import linear, linear_beside, scale_shape
 
 FP8 = torch.float8_e4m3fn
 
@@ -35,3 +35,7 @@ class Linear(nn.Module):
     def forward(self, x_TI: Tensor) -> Tensor:
         """[T, in_width] -> [T, out_width], in the input's dtype."""
         return linear(x_TI, self.weight, self.weight_scale_inv)
+
+    def beside(self, x_TI: Tensor, other: Linear) -> tuple[Tensor, Tensor]:
+        """What this projection and another, plain one make of one input."""
+        return linear_beside(x_TI, self.weight, self.weight_scale_inv, other.weight)

@@ -9,7 +9,7 @@ from torch import Tensor
 from deltaserve.ops.linear import reference
 from deltaserve.ops.linear.triton_fp8 import quantize_rows
 from deltaserve.ops.linear.triton_gemm import Tiles, gemm
-from deltaserve.ops.linear.triton_gemv import gemv
+from deltaserve.ops.linear.triton_gemv import gemv, gemv_beside
 from tests.ops.guarded import guarded, relative
 
 LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3}
@@ -31,6 +31,21 @@ def operands(
     if quantized:
         return (x, *reference.quantize_weight(weight))
     return x, weight.to(dtype), None
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("quantized", [True, False])
+def test_a_plain_weight_beside_another(tokens: int, quantized: bool) -> None:
+    x, beside = torch.randn(tokens, 256), torch.randn(9, 256)
+    weight: Tensor = torch.randn(130, 256)
+    scale: Tensor | None = None
+    if quantized:
+        weight, scale = reference.quantize_weight(weight)
+    with guarded():
+        outputs = gemv_beside(x, weight, scale, beside, rows=4)
+    expected = reference.linear(x, weight, scale), x.double() @ beside.double().t()
+    for output, exact in zip(outputs, expected, strict=True):
+        assert relative(output, exact) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

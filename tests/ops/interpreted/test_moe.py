@@ -51,6 +51,20 @@ def test_route(tokens: int, num_experts: int, top_k: int, renormalize: bool, sha
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_routes_of_bf16_scores() -> None:
+    scores = torch.randn(3, 513).bfloat16()
+    scores[0, :40] = 1.5  # equal ones
+    scores[1] = -scores[1].abs()
+    weights, ids, _ = triton_route.route(scores, 10, True, True)
+    expected, expected_ids = reference.route(scores[:, :-1].float(), 10, True)
+    assert torch.equal(ids[:, :10].long(), expected_ids)
+    torch.testing.assert_close(weights[:, :10], expected)
+    scores[2] = torch.nan
+    ids = triton_route.route(scores, 10, True, True)[1]
+    assert sorted(set(ids[2].tolist())) == sorted(ids[2].tolist())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_of_equal_scores_the_lowest_expert_is_chosen_and_nan_gives_valid_ids() -> None:
     scores = torch.randint(0, 3, (8, 65)).float()
     scores[0], scores[1, 5:] = 0, -0.0

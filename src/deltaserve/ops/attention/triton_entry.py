@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaserve.ops.layout import BLOCK
+from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 
 HEADS = 4
 """Query heads of a program."""
@@ -85,16 +86,20 @@ def entry_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     IS_PLAIN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """q [T, H, D], k and v [T, G, D] with packed heads; pool [2, entries, G, D] with packed heads.
 
     IS_PLAIN: keys are stored as they are, and there are no queries.
     """
+    let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     column = tl.arange(0, BLOCK_D)
     if not IS_PLAIN:
         cos_sin_ptr += tl.load(position_ptr + token) * ROTARY
+    entry = tl.load(kv_index_ptr + token)
+    wait_for_inputs(EARLY)
     if part * HEADS < NUM_Q:
         q_head = part * HEADS + tl.arange(0, HEADS)
         q_mask = (q_head < NUM_Q)[:, None] & (column < WIDTH)[None, :]
@@ -104,7 +109,6 @@ def entry_kernel(
         q_to = out_ptr + token * (NUM_Q * WIDTH) + q_head[:, None] * WIDTH + column[None, :]
         tl.store(q_to, q.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
-        entry = tl.load(kv_index_ptr + token)
         is_kept = entry >= 0
         head = tl.arange(0, BLOCK_G)
         mask = (tl.where(is_kept, head, NUM_KV) < NUM_KV)[:, None] & (column < WIDTH)[None, :]
@@ -174,6 +178,7 @@ def enter(
         BLOCK_D=block,
         IS_PLAIN=False,
         num_warps=max(1, min(4, HEADS * block // 256)),
+        **early_options(kv_pool.device),
     )
     return out_THD
 
@@ -212,6 +217,7 @@ def store(k_TGD: Tensor, v_TGD: Tensor, kv_pool: Tensor, kv_index_T: Tensor) -> 
         BLOCK_D=block,
         IS_PLAIN=True,
         num_warps=max(1, min(4, HEADS * block // 256)),
+        **early_options(kv_pool.device),
     )
 
 

@@ -38,6 +38,15 @@ def linear(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None = None, dtyp
     return reference.linear(x_TI, weight_OI, scale_oi, dtype)
 
 
+def linear_beside(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, beside_PI: Tensor) -> tuple[Tensor, Tensor]:
+    """`linear` with a weight, and with a second, plain one [P, I] of the same input: [T, O] and [T, P], as x."""
+    if has_kernels(x_TI):
+        from deltaserve.ops.linear import gpu
+
+        return gpu.linear_beside(x_TI, weight_OI, scale_oi, beside_PI)
+    return linear(x_TI, weight_OI, scale_oi), linear(x_TI, beside_PI)
+
+
 def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of the scales of a weight [.., O, I]: [.., o, i]."""
     *batch, out_width, in_width = weight_shape

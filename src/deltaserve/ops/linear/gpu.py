@@ -2,7 +2,8 @@
 
 | tokens   | plain weight       | quantised weight                                             |
 |----------|--------------------|--------------------------------------------------------------|
-| 1 to 4   | triton_gemv        | triton_gemv                                                  |
+| 1        | triton_gemv        | triton_gemv                                                  |
+| to 4     | the same, if small | triton_gemm                                                  |
 | to 64    | triton_gemm        | triton_gemm                                                  |
 | more     | torch              | the vendor's blockwise product where it is, else triton_gemm |
 """
@@ -24,7 +25,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, dtype: torc
     tokens = x_TI.shape[0]
     if tokens == 0:
         return x_TI.new_empty(0, weight_OI.shape[0], dtype=dtype)
-    if tokens <= 4:
+    if takes_gemv(tokens, weight_OI, scale_oi):
         from deltaserve.ops.linear.triton_gemv import gemv
 
         return gemv(x_TI, weight_OI, scale_oi, dtype)
@@ -36,6 +37,21 @@ def linear(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, dtype: torc
     from deltaserve.ops.linear.triton_gemm import gemm
 
     return gemm(x_TI, weight_OI, scale_oi, dtype)
+
+
+def linear_beside(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, beside_PI: Tensor) -> tuple[Tensor, Tensor]:
+    """As api.linear_beside."""
+    if x_TI.shape[0] and takes_gemv(x_TI.shape[0], weight_OI, scale_oi):
+        from deltaserve.ops.linear.triton_gemv import gemv_beside
+
+        return gemv_beside(x_TI, weight_OI, scale_oi, beside_PI)
+    return linear(x_TI, weight_OI, scale_oi, x_TI.dtype), linear(x_TI, beside_PI, None, x_TI.dtype)
+
+
+def takes_gemv(tokens: int, weight_OI: Tensor, scale_oi: Tensor | None) -> bool:
+    """Whether a product is too small for matrix units. On an H200 these are faster from 2 tokens on with a quantised
+    weight, and from 3 on with a large one."""
+    return tokens == 1 or (scale_oi is None and (tokens == 2 or (tokens <= 4 and weight_OI.shape[0] <= 4096)))
 
 
 def dense(x_TI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,33 @@
 """Kernels that start before the one before them has ended (programmatic dependent launch). Knows no op.
 
-Such a kernel may read what nobody writes any more, weights, at once; it waits before it reads what the kernel before it
-made, and before it writes anything. Hopper and later; elsewhere, and where `EARLY` is false, kernels follow each other.
+Hopper and later; elsewhere, and where `EARLY` is false, kernels follow each other. The hardware's rules: a marked kernel
+may start once every program of the kernel before it has called `let_next_start` or ended; `wait_for_inputs` returns
+once the kernel before it has ended, and what that wrote can be read. A launch that is not marked (torch's own) starts
+when all before it have ended.
+
+Rules of every marked kernel:
+
+1. Every program waits, on every path, before it ends: so a kernel that has ended means that all before it have, too.
+2. Nothing is written before the wait: memory may still be read by kernels before it, or be theirs to write.
+3. Before the wait a kernel reads only what no kernel of the running chain writes: weights, and what a forward pass is
+   given (slots, positions, block tables, contexts), which unmarked launches wrote before its first kernel.
+4. More may be read where the kernel before it calls `let_next_start` after its own wait: then all but that one have
+   ended. That is stated where it is used.
+
+What each kernel reads before its wait, and why it may:
+
+| kernel           | starts the next | reads before the wait                                         |
+|------------------|-----------------|---------------------------------------------------------------|
+| norm             | at once         | its weight                                                    |
+| gemv             | at once         | the weight, up to 4,096 wide                                  |
+| gated delta step | at once         | slots, taps, states and windows: a pass writes this layer's   |
+|                  |                 | once, here, and between passes there are unmarked launches    |
+| entry            | at once         | positions, where entries go                                   |
+| attention step   | at once         | contexts; not the pool, since `entry` has just written to it  |
+| attention join   | at once         | contexts                                                      |
+| route            | at once         | nothing                                                       |
+| pairs' gate_up   | after its wait  | nothing: it needs the ids of `route` first of all             |
+| pairs' down      | at once         | ids and weights of `route`, ended by rule 4, and the experts  |
 """
 
 from __future__ import annotations
@@ -15,9 +41,10 @@ import triton.language as tl
 from deltaserve.ops.gpu import properties
 
 BY_DEFAULT = False
+"""Whether kernels whose caller does not say start early; read at every launch."""
 
 
-def early_options(device: torch.device, early: bool | None) -> dict[str, Any]:
+def early_options(device: torch.device, early: bool | None = None) -> dict[str, Any]:
     """Arguments of a launch: EARLY, and the launch attribute that goes with it."""
     if (BY_DEFAULT if early is None else early) and properties(device).is_hopper:
         return {"EARLY": True, "launch_pdl": True}

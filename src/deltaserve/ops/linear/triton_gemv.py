@@ -1,8 +1,9 @@
 """Projection of one to four inputs: a weight is streamed once, straight into registers. Knows no other sizes.
 
-A program owns BO rows of the weight, whole (up to 4,096 wide): 16 to 32 KiB, all of them requested at once, 16 bytes
-per load, before the input is looked at; several programs per multiprocessor keep about 100 KiB in flight. Scales of
-weight and input are multiplied into the input, which is tiny: a weight costs its conversion and one multiplication.
+A program owns BO rows of the weight, whole (up to 4,096 wide): 16 KiB, or 8 of a plain weight, all of them requested at
+once, 16 bytes per load, before the input is looked at; several programs per multiprocessor keep about 100 KiB in
+flight. Scales of weight and input are multiplied into the input, which is tiny: a weight costs its conversion and one
+multiplication. A second, plain weight of the same input may stand beside the first: the last programs own its rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from deltaserve.ops.linear.triton_fp8 import fp8_way, scaled_input, widen
 
 MAX_TOKENS = 4
 MAX_BLOCK = 4096
-TILE_BYTES = 32 << 10
+QUANTIZED_BYTES, PLAIN_BYTES = 16 << 10, 8 << 10
+"""Of a weight that a program holds: the fastest on an H200 of 4 to 64 KiB. Several tokens keep a weight converted to
+fp32 in registers: then a quantised one is held as a plain one is."""
 
 
 @triton.jit
@@ -29,12 +32,13 @@ def row_products(x_ptr, w, scale_ptr, y_ptrs, kept, WIDTH: tl.constexpr, BK: tl.
     tl.store(y_ptrs, y.to(y_ptrs.dtype.element_ty), mask=kept)
 
 
-@triton.jit(do_not_specialize=["tokens", "height"])
-def gemv_kernel(
+@triton.jit
+def project(
     x_ptr,
     w_ptr,
     scale_ptr,
     y_ptr,
+    start,
     tokens,
     height,
     WIDTH: tl.constexpr,
@@ -44,8 +48,7 @@ def gemv_kernel(
     FP8: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
-    start = tl.program_id(0) * BO
+    """The outputs `start` to `start + BO` of a weight."""
     o = start + tl.arange(0, BO)
     kept = o < height
     scale_ptr += (start // 128) * ((WIDTH + 127) // 128)
@@ -72,10 +75,56 @@ def gemv_kernel(
             tl.store(y_ptr + t * height + o, y.to(y_ptr.dtype.element_ty), mask=kept)
 
 
-def rows_per_program(height: int, row_bytes: int, tokens: int, num_sms: int) -> int:
-    """As many as make TILE_BYTES (half of it for several tokens, whose weights stay converted in registers), but fewer
-    where there would not be two programs for each multiprocessor."""
-    rows = max(1, min(16, (TILE_BYTES if tokens == 1 else TILE_BYTES // 2) // row_bytes))
+@triton.jit(do_not_specialize=["tokens", "height", "height_beside"])
+def gemv_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    y_ptr,
+    beside_ptr,
+    y_beside_ptr,
+    tokens,
+    height,
+    height_beside,
+    WIDTH: tl.constexpr,
+    T: tl.constexpr,
+    BO: tl.constexpr,
+    BESIDE: tl.constexpr,
+    BK: tl.constexpr,
+    FP8: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """BESIDE: rows of the second weight that a program owns, 0 without one."""
+    let_next_start(EARLY)
+    program = tl.program_id(0)
+    if BESIDE == 0:
+        project(x_ptr, w_ptr, scale_ptr, y_ptr, program * BO, tokens, height, WIDTH, T, BO, BK, FP8, EARLY)
+    else:
+        own = tl.cdiv(height, BO)
+        if program < own:
+            project(x_ptr, w_ptr, scale_ptr, y_ptr, program * BO, tokens, height, WIDTH, T, BO, BK, FP8, EARLY)
+        else:
+            start = (program - own) * BESIDE
+            project(
+                x_ptr,
+                beside_ptr,
+                beside_ptr,
+                y_beside_ptr,
+                start,
+                tokens,
+                height_beside,
+                WIDTH,
+                T,
+                BESIDE,
+                BK,
+                0,
+                EARLY,
+            )
+
+
+def rows_per_program(height: int, row_bytes: int, share: int, num_sms: int) -> int:
+    """As many as make `share` bytes, but fewer where there would not be two programs for each multiprocessor."""
+    rows = max(1, min(16, share // row_bytes))
     while rows > 1 and -(-height // rows) < 2 * num_sms:
         rows //= 2
     return rows
@@ -94,26 +143,63 @@ def gemv(
 
     Variants: 1, 2, or 3 and 4 tokens, I, dtypes, and `rows` (a power of two), which follows from the shape.
     """
+    return _launch(x_TI, weight_OI, scale_oi, None, dtype, rows, num_warps, early)[0]
+
+
+def gemv_beside(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    scale_oi: Tensor | None,
+    beside_PI: Tensor,
+    rows: int = 0,
+    num_warps: int = 4,
+    early: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `gemv`, and the products with a second, plain weight [P, I]: [T, O] and [T, P], as x in dtype."""
+    return _launch(x_TI, weight_OI, scale_oi, beside_PI.contiguous(), x_TI.dtype, rows, num_warps, early)
+
+
+def _launch(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    scale_oi: Tensor | None,
+    beside_PI: Tensor | None,
+    dtype: torch.dtype,
+    rows: int,
+    num_warps: int,
+    early: bool | None,
+) -> tuple[Tensor, Tensor]:
     (tokens, width), height = x_TI.shape, weight_OI.shape[0]
     assert tokens <= MAX_TOKENS, f"linear: {tokens} tokens, at most {MAX_TOKENS}"
     y_TO = torch.empty(tokens, height, dtype=dtype, device=x_TI.device)
     weight, way = fp8_way(weight_OI.contiguous(), scale_oi)
     block = min(MAX_BLOCK, max(128, triton.next_power_of_2(width)))
-    if not rows:
-        rows = rows_per_program(height, block * weight.element_size(), tokens, properties(x_TI.device).num_sms)
-    gemv_kernel[(triton.cdiv(height, rows),)](
+    num_sms = properties(x_TI.device).num_sms
+    share = QUANTIZED_BYTES if way and tokens == 1 else PLAIN_BYTES
+    rows = rows or rows_per_program(height, block * weight.element_size(), share, num_sms)
+    programs, y_TP, height_beside, rows_beside = triton.cdiv(height, rows), y_TO, 0, 0
+    if beside_PI is not None:
+        height_beside = beside_PI.shape[0]
+        y_TP = torch.empty(tokens, height_beside, dtype=dtype, device=x_TI.device)
+        rows_beside = max(1, min(rows, QUANTIZED_BYTES // (block * beside_PI.element_size())))
+        programs += triton.cdiv(height_beside, rows_beside)
+    gemv_kernel[(programs,)](
         x_TI.contiguous(),
         weight,
         weight if scale_oi is None else scale_oi,
         y_TO,
+        weight if beside_PI is None else beside_PI,
+        y_TP,
         tokens,
         height,
+        height_beside,
         WIDTH=width,
         T=triton.next_power_of_2(tokens),
         BO=rows,
+        BESIDE=rows_beside,
         BK=block,
         FP8=way,
         num_warps=num_warps,
         **early_options(x_TI.device, early),
     )
-    return y_TO
+    return y_TO, y_TP

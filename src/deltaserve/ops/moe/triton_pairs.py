@@ -1,7 +1,7 @@
 """The experts of a few tokens, one pair of a token and an expert after the other. Knows no routing.
 
 Two kernels. `gate_up`: a program owns BI inner columns of one pair: BI rows of the gate and of the up projection,
-whole, requested at once (16 to 32 KiB for rows of 2,048 bytes). `down`: a program owns BD outputs of one token and
+whole, requested at once (16 KiB for rows of 2,048 bytes). `down`: a program owns BD outputs of one token and
 requests the rows of all its experts at once (32 KiB), so the sum over the experts stays in registers. An expert that
 several tokens share is read again, but from the cache. Weights move once at 1 token.
 """
@@ -16,7 +16,8 @@ from torch import Tensor
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 from deltaserve.ops.linear.triton_fp8 import fp8_way, quantize, widen
 
-MAX_TOKENS = 8
+MAX_TOKENS = 2
+"""Beyond, groups are faster on an H200."""
 MAX_BLOCK = 4096
 HELD_BYTES = 32 << 10
 """Of the down projection, in a program's registers: half of them with 8 warps."""
@@ -117,8 +118,12 @@ def down_kernel(
         h = tl.reshape(h_q.to(tl.float32) * (scale * factor)[:, None], (J, IP))
     else:
         h = h * factor[:, None]
-    # One sum over experts and columns: most of it stays within a thread.
-    y = tl.sum(tl.reshape(widen(w, FP8) * h[None, :, :], (BD, J * IP)), 1)
+    products = widen(w, FP8) * h[None, :, :]
+    ROW_BYTES: tl.constexpr = IP * w_ptr.dtype.element_ty.primitive_bitwidth // 8
+    # One sum over experts and columns: most of it stays within a thread. Not where several warps share a row: theirs
+    # would then be columns, outputs and experts in turn, a layout that Triton 3.6 adds up wrongly.
+    is_flat: tl.constexpr = ROW_BYTES <= 512
+    y = tl.sum(tl.reshape(products, (BD, J * IP)), 1) if is_flat else tl.sum(tl.sum(products, 1), 1)
     tl.store(y_ptr + t * WIDTH + d, y.to(y_ptr.dtype.element_ty), mask=d < WIDTH)
 
 
@@ -127,7 +132,7 @@ def gate_up(
     w13: Tensor,
     w13_scale: Tensor | None,
     ids_TK: Tensor,
-    rows: int = 8,
+    rows: int = 4,
     num_warps: int = 4,
     early: bool | None = None,
 ) -> Tensor:

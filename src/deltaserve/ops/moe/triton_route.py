@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 
+NARROW_NONE: tl.constexpr = tl.constexpr(-(1 << 31))
 NONE: tl.constexpr = tl.constexpr(-(1 << 62))
 
 
@@ -39,16 +40,24 @@ def route_kernel(
     # any other, so that ids are valid whatever comes.
     bits = s.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (order.to(tl.int64) << 16) | (65535 - e).to(tl.int64)
-    key = tl.where(e < E, key, NONE)
+    # A bf16 score is the upper half of it: then all fits 32 bits, which a warp compares in one instruction.
+    IS_NARROW: tl.constexpr = scores_ptr.dtype.element_ty == tl.bfloat16
+    if IS_NARROW:
+        key = tl.where(e < E, (order & -65536) | (65535 - e), NARROW_NONE)
+    else:
+        key = tl.where(e < E, (order.to(tl.int64) << 16) | (65535 - e).to(tl.int64), NONE)
     place = tl.arange(0, KP)
     ids = tl.full((KP,), E, tl.int32)
     chosen = tl.full((KP,), float("-inf"), tl.float32)
     for i in tl.static_range(K):
         best = tl.max(key, 0)
-        key = tl.where(key == best, NONE, key)
-        ordered = (best >> 16).to(tl.int32)
-        score = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        if IS_NARROW:
+            key = tl.where(key == best, NARROW_NONE, key)
+            score = ((best ^ ((best >> 31) & 0x7FFFFFFF)) & -65536).to(tl.float32, bitcast=True)
+        else:
+            key = tl.where(key == best, NONE, key)
+            ordered = (best >> 16).to(tl.int32)
+            score = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         ids = tl.where(place == i, (65535 - (best & 65535)).to(tl.int32), ids)
         chosen = tl.where(place == i, score, chosen)
     top = tl.max(chosen, 0)
@@ -73,7 +82,7 @@ def route(
     """
     tokens, num_experts = scores_TF.shape[0], scores_TF.shape[1] - 1
     assert scores_TF.stride(1) == 1, f"moe: scores with strides {scores_TF.stride()}"
-    assert num_experts <= 1 << 16, f"moe: {num_experts} experts"
+    assert num_experts < 1 << 16, f"moe: {num_experts} experts"
     shape, device = (tokens, top_k + shared), scores_TF.device
     weights = torch.empty(shape, dtype=torch.float32, device=device)
     ids = torch.empty(shape, dtype=torch.int32, device=device)

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
+
 TILE = 2048
 """Elements of a program, and the threads that hold 8 of each row of a wide norm."""
 
@@ -37,12 +39,15 @@ def norm_kernel(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     at = (row // HEADS * x_outer + row % HEADS * x_inner)[:, None] + column[None, :]
+    wait_for_inputs(EARLY)
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     to = row[:, None] * WIDTH + column[None, :]
     if HAS_RESIDUAL:
@@ -163,6 +168,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, normed: Tensor, total: 
         BLOCK_D=block,
         HAS_RESIDUAL=adds,
         num_warps=warps,
+        **early_options(x.device),
     )
 
 
