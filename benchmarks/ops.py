@@ -37,7 +37,7 @@ class Case:
     """Which matrix rate the operations are held against."""
 
 
-MODULES = ("linear", "moe", "gated_delta", "attention", "norm", "sampling")
+MODULES = ("linear", "moe", "gated_delta", "attention", "norm", "sampling", "chain")
 
 
 def seconds_of(case: Case) -> float:

@@ -1,16 +1,16 @@
 """Kernels that start before the one before them has ended (programmatic dependent launch). Knows no op.
 
-Hopper and later; elsewhere, and where `EARLY` is false, kernels follow each other. The hardware's rules: a marked kernel
-may start once every program of the kernel before it has called `let_next_start` or ended; `wait_for_inputs` returns
-once the kernel before it has ended, and what that wrote can be read. A launch that is not marked (torch's own) starts
-when all before it have ended.
+Hopper and later; elsewhere, and where `EARLY` is false, kernels follow each other. The hardware's rules: a marked
+kernel may start once every program of the kernel before it has called `let_next_start` or ended; `wait_for_inputs`
+returns once the kernel before it has ended, and what that wrote can be read. A launch that is not marked (torch's own)
+starts when all before it have ended.
 
 Rules of every marked kernel:
 
 1. Every program waits, on every path, before it ends: so a kernel that has ended means that all before it have, too.
 2. Nothing is written before the wait: memory may still be read by kernels before it, or be theirs to write.
 3. Before the wait a kernel reads only what no kernel of the running chain writes: weights, and what a forward pass is
-   given (slots, positions, block tables, contexts), which unmarked launches wrote before its first kernel.
+   given (places of states, positions, block tables, contexts), which unmarked launches wrote before its first kernel.
 4. More may be read where the kernel before it calls `let_next_start` after its own wait: then all but that one have
    ended. That is stated where it is used.
 
@@ -20,7 +20,7 @@ What each kernel reads before its wait, and why it may:
 |------------------|-----------------|---------------------------------------------------------------|
 | norm             | at once         | its weight                                                    |
 | gemv             | at once         | the weight, up to 4,096 wide                                  |
-| gated delta step | at once         | slots, taps, states and windows: a pass writes this layer's   |
+| gated delta step | at once         | taps, states and windows: a pass writes this layer's          |
 |                  |                 | once, here, and between passes there are unmarked launches    |
 | entry            | at once         | positions, where entries go                                   |
 | attention step   | at once         | contexts; not the pool, since `entry` has just written to it  |
