@@ -121,6 +121,7 @@ FENCES: dict[str, tuple[str, tuple[str, ...]]] = {
             "core/*",
             "runner/sampling.py",
             "runner/draft.py",
+            "runner/draft_graphs.py",
             "runner/runner.py",
             "*/metrics.py",
             "server/generation.py",  # the usage tells them, here and below
@@ -144,6 +145,7 @@ FENCES: dict[str, tuple[str, tuple[str, ...]]] = {
             "bench/*",
             "runner/memory.py",
             "runner/draft.py",  # the hidden state is kept per slot
+            "runner/draft_graphs.py",
             "layers/context.py",
             "ops/layout.py",
             "ops/gated_delta/*",

@@ -19,7 +19,8 @@ from deltaserve.core.plan import Plan
 from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.engine import Engine
 from deltaserve.runner.draft import Guesser
-from deltaserve.runner.inputs import Batch, Ints, Seats
+from deltaserve.runner.inputs import Batch, Ints, Numbers
+from deltaserve.runner.sampling import Sampled
 from tests.equivalence.truth import Answer, Truth
 from tests.equivalence.watch import Watched
 from tests.models.factory import tiny_config, write_checkpoint
@@ -100,24 +101,34 @@ def alone(folder: Path) -> dict[str, Answer]:
 class Scripted:
     """Drafts that are right up to a random place. Knows the answers by prompt and seed."""
 
-    def __init__(self, inner: Guesser, seats: Seats, answers: Sequence[Answer], draw: random.Random) -> None:
-        self.inner, self.seats, self.draw = inner, seats, draw
+    def __init__(self, inner: Guesser, recent: Tensor, answers: Sequence[Answer], draw: random.Random) -> None:
+        self.inner, self.recent, self.draw = inner, recent, draw
         self.texts = {self._key(a.request.prompt_token_ids, a.request.params): a for a in answers}
         self.seated: dict[int, list[int]] = {}
 
-    def propose(self, plan: Plan, batch: Batch, hidden_TD: Tensor, known_B: Ints) -> None:
-        self.inner.propose(plan, batch, hidden_TD, known_B)
+    def begin(self, plan: Plan) -> None:
+        self.inner.begin(plan)
         for seating in plan.seatings:
             answer = self.texts[self._key(seating.token_ids[: seating.num_prompt], seating.params)]
             self.seated[seating.seat] = answer.request.prompt_token_ids + answer.token_ids
-        for row, known in zip(plan.rows, known_B.tolist(), strict=True):
+
+    def propose(self, plan: Plan, batch: Batch, hidden_TD: Tensor, sampled: Sampled | None) -> None:
+        self.inner.propose(plan, batch, hidden_TD, sampled)
+        numbers = batch.numbers
+        given = [] if sampled is None else sampled.num_tokens.tolist()
+        for row_number, num_given in zip(numbers.sampling.tolist(), given, strict=True):
+            row = plan.rows[row_number]
+            known = int(numbers.ends[row_number] - numbers.num_guesses[row_number]) + num_given - 1
             num_right = self.draw.randint(0, row.num_propose)
             text = self.seated[row.seat]
             for number in range(row.num_propose):
                 place = known + 1 + number
                 right = text[place] if place < len(text) else 0
                 wrong = number >= num_right
-                self.seats.token_ids[row.seat, place] = (right + self.draw.randint(1, VOCAB - 1) * wrong) % VOCAB
+                self.recent[row.seat, 1 + number] = (right + self.draw.randint(1, VOCAB - 1) * wrong) % VOCAB
+
+    def learn(self, numbers: Numbers, rows: Ints, num_tokens: Ints) -> None:
+        self.inner.learn(numbers, rows, num_tokens)
 
     @staticmethod
     def _key(prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
@@ -159,7 +170,7 @@ def test_all_cells_give_the_same_tokens(
     engine.scheduler._speculation.adaptive = False
     assert runner is not None
     if runner.guesser is not None:
-        runner.guesser = Scripted(runner.guesser, runner.seats, list(alone.values()), draw)
+        runner.guesser = Scripted(runner.guesser, runner.inputs.recent, list(alone.values()), draw)
     num_finished = 0
     for _ in range(2):
         for answer in traffic(engine, alone, draw):

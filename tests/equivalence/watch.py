@@ -95,7 +95,8 @@ class WatchedWorkers(Workers):
             table = self.tables[row.seat]
             end = row.start + row.num_tokens
             places.update((table[t // BLOCK], t % BLOCK) for t in range(row.start, end))
-            last = min(end + max(row.num_propose, 1), len(table) * BLOCK)
+            most = max(r.num_propose for r in plan.rows)  # in the row's own blocks, which nobody else reads there
+            last = min(end + max(most, 1), len(table) * BLOCK)
             ahead.update((table[t // BLOCK], t % BLOCK) for t in range(max(row.start, 1), last))
         return slots, places, ahead
 
@@ -187,7 +188,7 @@ class Watched:
                 pool[0] = hidden_TD[-1]
             if hidden and length > FIRST_ENTRY:
                 layout = Layout.from_rows([length - FIRST_ENTRY], starts=[FIRST_ENTRY], blocks=[blocks], device=device)
-                layout = replace(layout, first_key=FIRST_ENTRY)
+                layout = replace(layout, first_key=torch.tensor([FIRST_ENTRY], dtype=torch.int32, device=device))
                 context = ForwardContext(layout=layout, kv=kv, conv=conv, state=state)
                 model.look_ahead(token_ids[FIRST_ENTRY:], hidden_TD[:-FIRST_ENTRY], context)
         return Pools(tuple(kv), conv, state, hidden)

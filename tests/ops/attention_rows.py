@@ -56,7 +56,8 @@ class Rows:
                 self.pool[:, own] = flat.view(2, len(own), BLOCK, num_kv, width)
         layout = Layout.from_rows(lengths, num_step=num_step, starts=starts, blocks=blocks, device=device)
         table = torch.nn.functional.pad(layout.block_table, (0, 2), value=-1)
-        self.layout = dataclasses.replace(layout, first_key=first_key, block_table=table)
+        first = torch.full((len(lengths),), first_key, dtype=torch.int32, device=device) if first_key else None
+        self.layout = dataclasses.replace(layout, first_key=first, block_table=table)
         # Between other columns, as a projection leaves them.
         widths = [16, num_q * width, num_q * width, num_kv * width, num_kv * width]
         projected = torch.randn(tokens, sum(widths), device=device).to(dtype)

@@ -37,10 +37,14 @@ def signature(kernel: Any, dtype: str, others: dict[str, str]) -> dict[str, str]
     return {name: others.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
 
 
-def compile_step(target: str, queries: int, dtype: str = "bf16") -> Resources:
+def compile_step(target: str, queries: int, dtype: str = "bf16", has_first_key: bool = False) -> Resources:
     config = triton_step.choose(DEVICES[target], queries, 256, 4 if dtype == "fp32" else 2)
-    constants = {**ATTENTION, "BLOCK_M": queries, "KEYS": config.keys, "SPAN": 128}
-    others = {"table_ptr": "*i32", "context_ptr": "*i32", "acc_ptr": "*fp32", "peak_ptr": "*fp32", "scale": "fp32"}
+    constants = {**ATTENTION, "BLOCK_M": queries, "KEYS": config.keys, "SPAN": 128, "HAS_FIRST_KEY": has_first_key}
+    constants["EARLY"] = target == "sm_90"
+    others = {
+        "table_ptr": "*i32", "context_ptr": "*i32", "first_key_ptr": "*i32", "acc_ptr": "*fp32", "peak_ptr": "*fp32",
+        "scale": "fp32",
+    }  # fmt: skip
     kernel = triton_step.step_kernel
     types = signature(kernel, dtype, others)
     return compile_for(TARGETS[target], kernel, types, constants, config.warps, config.stages)
@@ -52,9 +56,9 @@ def assert_fits(found: Resources, target: str, spilled: int = 0) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("queries", [16, 32])
-def test_step(target: str, queries: int) -> None:
-    found = compile_step(target, queries)
+@pytest.mark.parametrize(("queries", "has_first_key"), [(16, False), (32, False), (32, True)])
+def test_step(target: str, queries: int, has_first_key: bool) -> None:
+    found = compile_step(target, queries, has_first_key=has_first_key)
     assert_fits(found, target)
     if target == "sm_90":
         assert found.registers <= 255
@@ -72,6 +76,7 @@ def test_join(target: str) -> None:
     kernel = triton_step.join_kernel
     constants = {
         "NUM_Q": 16, "WIDTH": 256, "BLOCK_D": 256, "PARTS": 16, "BLOCK": 64, "SPAN": 128, "HAS_GATE": True,
+        "EARLY": target == "sm_90",
     }  # fmt: skip
     others = {"context_ptr": "*i32", "acc_ptr": "*fp32", "peak_ptr": "*fp32"}
     assert_fits(compile_for(TARGETS[target], kernel, signature(kernel, "bf16", others), constants), target)
@@ -82,12 +87,13 @@ def test_join(target: str) -> None:
 def test_chunk(dtype: str, has_first_key: bool, target: str) -> None:
     config = triton_chunk.choose(DEVICES[target], 256, 4 if dtype == "fp32" else 2)
     constants = {**ATTENTION, "BLOCK_M": config.queries, "KEYS": config.keys, "HAS_FIRST_KEY": has_first_key}
-    others = {"cu_ptr": "*i32", "table_ptr": "*i32", "context_ptr": "*i32", "scale": "fp32"}
+    pointers = ("cu_ptr", "table_ptr", "context_ptr", "first_key_ptr")
+    others = {"scale": "fp32", **dict.fromkeys(pointers, "*i32")}
     kernel = triton_chunk.chunk_kernel
     types = signature(kernel, dtype, others)
     found = compile_for(TARGETS[target], kernel, types, constants, config.warps, config.stages)
     # Half of the registers hold the product: addresses wait for the end of the loop in memory.
-    assert_fits(found, target, spilled=128 if dtype == "bf16" else 0)
+    assert_fits(found, target, spilled=(160 if has_first_key else 128) if dtype == "bf16" else 0)
     if target == "sm_90" and dtype == "bf16":
         assert "wgmma.mma_async" in found.assembly
 
@@ -97,7 +103,7 @@ def test_entry(target: str) -> None:
     kernel = triton_entry.entry_kernel
     constants = {
         "NUM_Q": 16, "NUM_KV": 2, "WIDTH": 256, "ROTARY": 64, "HEADS": triton_entry.HEADS, "BLOCK_G": 2, "BLOCK_D": 256,
-        "IS_PLAIN": False,
+        "IS_PLAIN": False, "EARLY": target == "sm_90",
     }  # fmt: skip
     others = {
         "q_weight_ptr": "*fp32", "k_weight_ptr": "*fp32", "cos_sin_ptr": "*fp32", "position_ptr": "*i64",
@@ -111,6 +117,7 @@ def test_entry(target: str) -> None:
 def test_norm(target: str, adds: bool) -> None:
     rows, block, warps = triton_norm.tile(2048)
     constants = {"HEADS": 1, "WIDTH": 2048, "ROWS": rows, "BLOCK_D": block, "HAS_RESIDUAL": adds}
+    constants["EARLY"] = target == "sm_90"
     kernel = triton_norm.norm_kernel
     types = signature(kernel, "bf16", {"weight_ptr": "*fp32", "eps": "fp32"})
     assert_fits(compile_for(TARGETS[target], kernel, types, constants, warps), target)

@@ -71,9 +71,9 @@ class Recorder:
         self.sampler = sampler
         self.step: list[tuple[int, Tensor, int]] = []
 
-    def draft(self, logits_BV: Tensor, seats: Sequence[int], positions: Sequence[int]) -> list[int]:
+    def draft(self, logits_BV: Tensor, seats: Sequence[int], positions: Tensor) -> Tensor:
         tokens = self.sampler.draft(logits_BV, seats, positions)
-        [position], [token] = positions, tokens
+        [position], [token] = positions.tolist(), tokens.tolist()
         self.step.append((position, logits_BV[0].clone(), token))
         return tokens
 
@@ -131,5 +131,5 @@ def test_drafts_of_logits_that_are_not_finite_are_some_tokens() -> None:
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, seed=1)
         sampler.seat(Seating(seat=0, token_ids=[1], num_prompt=1, params=params))
-        [token] = sampler.draft(torch.full((1, 10), float("nan")), [0], [1])
+        [token] = sampler.draft(torch.full((1, 10), float("nan")), [0], [1]).tolist()
         assert 0 <= token < 10

@@ -31,7 +31,7 @@ def with_graphs(engine: Engine) -> StepGraphs:
         runner.model,
         runner.pools,
         runner.seats,
-        runner.inputs.last_token,
+        runner.inputs.recent,
         lengths=range(1, 2 + blueprint.num_guesses),
         max_tokens=engine.blueprint.max_num_batched_tokens,
         hidden_size=blueprint.model.hidden_size,
@@ -111,5 +111,5 @@ def test_rows_that_do_not_fit_run_as_they_are() -> None:
     row = Row(seat=0, start=0, num_tokens=3, samples=True, write_slots=(-1, -1, 0))
     result = runner.step(Plan(step=0, seatings=[seating], rows=[row], num_decode=0))
     assert graphs.run(Numbers.of(Plan(step=1, rows=[row, row], num_decode=0))) is None
-    assert runner.inputs.last_token.tolist() == [result.rows[0].token_ids[0], 0, 0]
+    assert runner.inputs.recent[:, 0].tolist() == [result.rows[0].token_ids[0], 0, 0]
     engine.close()

@@ -41,11 +41,16 @@ def test_shares_use_the_step_and_favour_the_oldest() -> None:
 
 
 def test_share_drafts_leaves_prompts_half() -> None:
-    assert share_drafts(10, 2, [4, 4], 0) == [4, 4]
-    assert share_drafts(10, 2, [4, 4], 2) == [4, 2]
-    assert share_drafts(10, 2, [4, 4], 1000) == [3, 0]
-    assert share_drafts(2, 2, [4, 4], 0) == [0, 0]
-    assert share_drafts(3, 2, [4, 4], 1000) == [0, 0]
+    assert share_drafts(10, [4, 4], 0) == 4
+    assert share_drafts(10, [4, 4], 2) == 3
+    assert share_drafts(10, [4, 4], 1000) == 1
+    assert share_drafts(2, [4, 4], 0) == 0
+    assert share_drafts(3, [4, 4], 1000) == 0
+    assert share_drafts(10, [], 5) == 0
+
+
+def test_all_verify_as_many_drafts_as_the_one_with_the_most() -> None:
+    assert share_drafts(100, [0, 3, 1], 0) == 3
 
 
 def num_steps(remaining: int, share: int) -> int:

@@ -67,6 +67,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     seatings: list[Seating] = []
     rows: list[Row]
     num_decode: int
+    drafts: bool = True
+    """Drafts are in use: what they are made of is kept up, also by a step that proposes none."""
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

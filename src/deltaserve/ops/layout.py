@@ -52,6 +52,7 @@ class Layout:
     block_table    [B, N]     int32   KV blocks of a row's sequence, -1 beyond its end
     kv_index       [T]        int64   block * BLOCK + offset, where a token's key and value go; -1 goes nowhere
     context_len    [B]        int32   tokens of the row's sequence after this step
+    first_key      [B]        int32   attention sees no key of the row before this position; None: there are all
     """
 
     segments: tuple[Segment, ...]
@@ -61,8 +62,7 @@ class Layout:
     block_table: Tensor
     kv_index: Tensor
     context_len: Tensor
-    first_key: int = 0
-    """Attention sees no key before this position: 1 for a layer that has none for a sequence's first token."""
+    first_key: Tensor | None = None
 
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What `once` has derived so far; dies with the layout."""

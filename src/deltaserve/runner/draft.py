@@ -1,143 +1,258 @@
 """Drafts: tokens guessed behind the known ones, which the next step verifies. Knows no scheduler and no cache.
 
-A drafter fills the seats' tables in two moves, after the tokens of a step are known:
+A drafter works on the device, behind the sampler and without waiting for it, in two moves:
 
-1. It gives the MTP layer its entries for the tokens of the step, the one that was sampled included. Entry j needs the
+1. It gives the MTP layer its entries for the tokens of the step, those that were sampled included. Entry j needs the
    hidden state after token j - 1; that of the token before the row's first one is in the row's read slot. Entries
-   behind the last true token are wrong, are seen by no true one, and are written anew by the next step.
-2. From the entry of the last true token it chains: draft, entry of the draft (from the layer's own output), next draft.
+   behind the last true token are wrong, are seen by no true one, and are written anew by the next step. So all shapes
+   and positions follow from the plan; what was accepted only says which entry is the last true one.
+2. From that one it chains: draft, entry of the draft (from the layer's own output), next draft.
 
 A draft is drawn with the parameters, the seed and the noise that the token at its place will be drawn with, and it is
 accepted if it is that token. So the output is what it would be without drafts, token for token, at any temperature.
 
-Shape letters: B rows, T entries of a pass, D hidden width.
+While no drafts are in use, no entries are made. A row that drafts again begins anew: it sees no entry before its own
+first one (`Layout.first_key`). Of each block the drafter knows whether all its entries are there, so that a request
+that goes on from a stored prefix sees those that are.
+
+Shape letters: B rows, T entries of a pass, D hidden width, N blocks of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deltaserve.core.plan import NO_SLOT, Plan
+from deltaserve.core.plan import NO_SLOT, Plan, Seating
 from deltaserve.layers.context import ForwardContext
-from deltaserve.ops.layout import BLOCK
-from deltaserve.runner.inputs import Batch, Ints, Seats, Span, lay_out
-from deltaserve.runner.memory import Pools
+from deltaserve.ops.layout import BLOCK, Layout
+from deltaserve.runner.draft_graphs import DraftGraphs, entry_layout
+from deltaserve.runner.inputs import Batch, Inputs, Ints, Numbers, Span, lay_out, to_device
+from deltaserve.runner.memory import Pools, blocks_of
 from deltaserve.runner.model import Model
-from deltaserve.runner.sampling import Drafts, Sampler
+from deltaserve.runner.sampling import Sampled, Sampler
 
 FIRST_ENTRY = 1
 """The MTP layer has no entry for a sequence's first token: there is no hidden state before it."""
 
 
 class Guesser(Protocol):
-    """Whatever fills the seats' tables with drafts."""
+    """Whatever fills `Inputs.recent` with drafts."""
 
-    def propose(self, plan: Plan, batch: Batch, hidden_TD: Tensor, known_B: Ints) -> None:
-        """Called once a step, after its tokens are in the seats' tables.
+    def begin(self, plan: Plan) -> None:
+        """Called with every plan, when its seatings and blocks are in the seats' tables."""
 
-        hidden_TD: of the step's tokens. known_B: number, in its sequence, of the token behind each row's last true one;
-        for a row that samples it is the one that was sampled last. Writes `num_propose` tokens behind it.
+    def propose(self, plan: Plan, batch: Batch, hidden_TD: Tensor, sampled: Sampled | None) -> None:
+        """Called when the step's tokens are drawn, if the plan keeps drafts up. Does not wait for the device.
+
+        hidden_TD: of the step's tokens. sampled: of its sampling rows. Writes `num_propose` tokens behind the last one
+        that a row samples.
         """
 
+    def learn(self, numbers: Numbers, rows: Ints, num_tokens: Ints) -> None:
+        """Called when the host knows how many tokens `rows` gave, if they still sit; behind `propose`."""
 
-def guesses_of(
-    table: Seats, seats: Sequence[int], firsts: Sequence[int], counts: Sequence[int], device: torch.device
-) -> Drafts | None:
-    """The drafts that stand at the ends of a step's sampling rows, from number `firsts` on; None if there are none."""
-    if not any(counts):
-        return None
-    parts = [table.token_ids[seat, first : first + n] for seat, first, n in zip(seats, firsts, counts, strict=True)]
-    return Drafts(tuple(counts), torch.from_numpy(np.concatenate(parts)).to(device))
+
+@dataclass(frozen=True)
+class Entries:
+    """Of each row of a step [B]: the entries to make, from `starts` to `ends` - 1 by their positions, and the first
+    that the row sees."""
+
+    starts: Ints
+    ends: Ints
+    first: Ints
 
 
 class LookAhead:
     """Drafts from the model's own MTP layer."""
 
-    def __init__(self, model: Model, seats: Seats, sampler: Sampler, pools: Pools) -> None:
-        self.model, self.seats, self.sampler, self.pools = model, seats, sampler, pools
-        [self.hidden_SD] = pools.hidden
+    def __init__(self, model: Model, inputs: Inputs, sampler: Sampler, pools: Pools) -> None:
+        self.model, self.inputs, self.seats, self.sampler, self.pools = model, inputs, inputs.seats, sampler, pools
+        self.graphs: DraftGraphs | None = None
+        num_blocks = pools.kv[-1].shape[1]
+        self._is_whole = np.zeros(num_blocks, dtype=np.bool_)
+        self._writer = np.full(num_blocks, -1)
+        """The seat that a block was new to."""
 
-    def propose(self, plan: Plan, batch: Batch, hidden_TD: Tensor, known_B: Ints) -> None:
-        starts, ends = self._span(batch)
-        before_BD = self._resume(plan, batch, starts)
-        self._keep(batch, hidden_TD)
-        chosen = np.flatnonzero(ends > starts)
-        ahead_TD, firsts = None, starts
-        if len(chosen):
-            hidden = self._shifted(batch, hidden_TD, before_BD, starts, ends, chosen)
-            num_decode = int((chosen < plan.num_decode).sum())
-            ahead_TD = self._enter(batch.numbers.seats[chosen], starts[chosen], ends[chosen], hidden, num_decode)
-            firsts = np.full(len(starts), -1)
-            firsts[chosen] = (ends - starts)[chosen].cumsum() - (ends - starts)[chosen]
-        self.seats.num_ahead[batch.numbers.seats] = np.minimum(known_B + 1, ends)
-        if ahead_TD is not None:
-            self._chain(plan, batch, ahead_TD, firsts - starts + known_B, known_B)
+    def begin(self, plan: Plan) -> None:
+        for seating in plan.seatings:
+            self._sit(seating)
+        for row in plan.rows:
+            if row.new_blocks:
+                blocks = list(row.new_blocks)
+                self._is_whole[blocks], self._writer[blocks] = False, row.seat
 
-    def _span(self, batch: Batch) -> tuple[Ints, Ints]:
-        """The entries that the step makes: from `starts` to `ends` - 1, by their positions."""
-        table, seats = self.seats, batch.numbers.seats
-        starts = np.where(
-            table.num_ahead[seats] <= batch.numbers.starts, batch.numbers.starts, batch.numbers.starts + 1
+    def propose(self, plan: Plan, batch: Batch, hidden_TD: Tensor, sampled: Sampled | None) -> None:
+        numbers = batch.numbers
+        entries = self._entries(numbers)
+        self._note(numbers, entries)
+        wanted = np.array([row.num_propose for row in plan.rows])
+        if self._fits_graph(batch, entries) and sampled is not None and self.graphs is not None:
+            rows = batch.graph_rows or 0
+            self.graphs.enter(rows, entries.first, sampled)
+            self._draw_recorded(numbers.seats, int(wanted.max()), rows)
+        else:
+            self._propose_any(batch, hidden_TD, sampled, entries, wanted)
+
+    def learn(self, numbers: Numbers, rows: Ints, num_tokens: Ints) -> None:
+        """Rows that had no drafts are known from their plan."""
+        open_ = numbers.num_guesses[rows] > 0
+        rows, num_tokens = rows[open_], num_tokens[open_]
+        if len(rows):
+            known = (numbers.ends - numbers.num_guesses)[rows] + num_tokens
+            self._advance(numbers.seats[rows], np.minimum(known, self._room(numbers)[rows]))
+
+    # ---- which entries ---------------------------------------------------------------------------------------------
+
+    def _sit(self, seating: Seating) -> None:
+        """What a stored prefix has of entries, from its end backwards."""
+        blocks = seating.blocks
+        first = len(blocks)
+        while first and self._is_whole[blocks[first - 1]]:
+            first -= 1
+        self.seats.first_ahead[seating.seat] = max(first * BLOCK, FIRST_ENTRY)
+        self.seats.num_ahead[seating.seat] = len(blocks) * BLOCK if first < len(blocks) else 0
+
+    def _room(self, numbers: Numbers) -> Ints:
+        return np.minimum(self.seats.num_blocks[numbers.seats] * BLOCK, self.seats.max_len)
+
+    def _entries(self, numbers: Numbers) -> Entries:
+        table, seats, starts = self.seats, numbers.seats, numbers.starts
+        extends = np.arange(len(seats)) < numbers.num_decode
+        is_cut = table.num_ahead[seats] < starts
+        # Of a row that begins anew while it extends, the entry of its first token is left out: rows stay alike.
+        begins_behind = (table.num_ahead[seats] > starts) | (is_cut & extends)
+        begins = np.maximum(starts + begins_behind, FIRST_ENTRY)
+        ends = np.minimum(numbers.ends + 1, self._room(numbers))
+        first = np.where(is_cut, begins, table.first_ahead[seats])
+        return Entries(begins, np.maximum(ends, begins), first)
+
+    def _note(self, numbers: Numbers, entries: Entries) -> None:
+        """What is sure of the entries before the outcome is known."""
+        seats = numbers.seats
+        self.seats.first_ahead[seats] = entries.first
+        self._advance(seats, np.where(numbers.num_guesses > 0, entries.starts, entries.ends))
+
+    def _advance(self, seats: Ints, ends: Ints) -> None:
+        """The entries of the seats are there up to `ends`; blocks that are whole by that are noted."""
+        before = self.seats.num_ahead[seats] // BLOCK
+        self.seats.num_ahead[seats] = ends
+        for number in np.flatnonzero(ends // BLOCK > before).tolist():
+            seat, first = int(seats[number]), int(self.seats.first_ahead[seats[number]])
+            for place in range(int(before[number]), int(ends[number]) // BLOCK):
+                block = self.seats.block_table[seat, place]
+                if max(place * BLOCK, FIRST_ENTRY) >= first and self._writer[block] == seat:
+                    self._is_whole[block] = True
+
+    # ---- steps of fixed shapes -------------------------------------------------------------------------------------
+
+    def _fits_graph(self, batch: Batch, entries: Entries) -> bool:
+        numbers = batch.numbers
+        return batch.graph_rows is not None and bool(
+            (entries.starts == numbers.starts + 1).all() and (entries.ends == numbers.ends + 1).all()
         )
-        room = np.minimum(table.num_blocks[seats] * BLOCK, table.max_len)
-        return np.maximum(starts, FIRST_ENTRY), np.minimum(batch.numbers.ends + 1, room)
 
-    def _resume(self, plan: Plan, batch: Batch, starts: Ints) -> dict[int, Tensor]:
-        """The hidden states from before the step of rows whose first entry needs one; read before any is written."""
-        rows = np.flatnonzero(starts == batch.numbers.starts).tolist()
-        return {row: self.hidden_SD[plan.rows[row].read_slot].clone() for row in rows}
+    def _draw_recorded(self, seats: Ints, number: int, rows: int) -> None:
+        """All rows get as many drafts; some may be of no use."""
+        assert self.graphs is not None, "no graphs are recorded"
+        graphs, count = self.graphs, len(seats)
+        [seat_B] = to_device(self.inputs.device, seats)
+        for place in range(number):
+            if place:
+                graphs.chain(rows)
+            draft_B = self._draw(graphs.hidden[:count], seats.tolist(), graphs.place[:count] + 1)
+            graphs.draft[:count].copy_(draft_B)
+            self.inputs.recent[:, 1 + place].index_copy_(0, seat_B, draft_B)
 
-    def _keep(self, batch: Batch, hidden_TD: Tensor) -> None:
-        """The hidden state belongs to the slot, as all does that the next token needs."""
-        write_slot = batch.context.layout.write_slot
-        kept = (write_slot != NO_SLOT).nonzero().squeeze(1)
-        self.hidden_SD.index_copy_(0, write_slot[kept], hidden_TD[kept])
+    def _draw(self, hidden_BD: Tensor, seats: Sequence[int], position_B: Tensor) -> Tensor:
+        return self.sampler.draft(self.model.logits(hidden_BD), seats, position_B)
 
-    def _shifted(
-        self, batch: Batch, hidden_TD: Tensor, before: dict[int, Tensor], starts: Ints, ends: Ints, chosen: Ints
-    ) -> Tensor:
-        """For each entry the hidden state of the token before it."""
-        parts = []
-        for row in chosen.tolist():
-            first, shift = int(batch.numbers.row_starts[row]), int(batch.numbers.starts[row]) + 1
-            if row in before:
-                parts.append(before[row][None])
-            low = max(int(starts[row]), shift)
-            parts.append(hidden_TD[first + low - shift : first + int(ends[row]) - shift])
-        return torch.cat(parts)
+    # ---- steps of any shape ----------------------------------------------------------------------------------------
 
-    def _enter(self, seats: Ints, starts: Ints, ends: Ints, hidden_TD: Tensor, num_decode: int) -> Tensor:
-        """Makes the entries from `starts` to `ends` - 1 of each row; what the layer says after each."""
-        counts = ends - starts
-        token_ids, layout = lay_out(
+    def _propose_any(
+        self, batch: Batch, hidden_TD: Tensor, sampled: Sampled | None, entries: Entries, wanted: Ints
+    ) -> None:
+        numbers, counts = batch.numbers, entries.ends - entries.starts
+        rows = np.flatnonzero(counts)
+        if not len(rows):
+            return
+        ahead_TD = self._enter(batch, hidden_TD, sampled, entries, rows)
+        proposing = np.flatnonzero(wanted)
+        if not len(proposing) or sampled is None:
+            return
+        firsts = (numbers.ends - numbers.num_guesses)[proposing]
+        number_B = np.full(len(counts), -1)
+        number_B[numbers.sampling] = np.arange(len(numbers.sampling))
+        offset = (counts.cumsum() - counts)[proposing] + firsts - entries.starts[proposing]
+        most = int(wanted.max())
+        seats, width = numbers.seats[proposing], min(int(numbers.ends[proposing].max()) + most, self.seats.max_len)
+        seat_P, table_PN, first_key_P, number_P, offset_P, first_P = to_device(
+            hidden_TD.device,
+            seats,
+            self.seats.block_table[seats, : blocks_of(width)],
+            entries.first[proposing].astype(np.int32),
+            number_B[proposing],
+            offset,
+            firsts,
+        )
+        behind_P = sampled.num_tokens.index_select(0, number_P) - 1
+        hidden_PD, position_P = ahead_TD.index_select(0, offset_P + behind_P), first_P + behind_P
+        bounds = torch.arange(len(seats) + 1, dtype=torch.int32, device=hidden_TD.device)
+        for place in range(most):
+            draft_P = self._draw(hidden_PD, seats.tolist(), position_P + 1)
+            self.inputs.recent[:, 1 + place].index_copy_(0, seat_P, draft_P)
+            if place < most - 1:
+                position_P = (position_P + 1).clamp(max=self.seats.max_len - 1)
+                layout = entry_layout(table_PN, position_P, None, first_key_P, bounds)
+                hidden_PD = self.model.look_ahead(draft_P, hidden_PD, self._context(layout))
+
+    def _enter(self, batch: Batch, hidden_TD: Tensor, sampled: Sampled | None, entries: Entries, rows: Ints) -> Tensor:
+        """Makes the entries of `rows`; what the layer says after each, row after row."""
+        numbers = batch.numbers
+        starts, counts = entries.starts[rows], (entries.ends - entries.starts)[rows]
+        offsets = counts.cumsum() - counts
+        row_T = np.repeat(rows, counts)
+        position_T = np.arange(int(counts.sum())) + np.repeat(starts - offsets, counts)
+        within_T = position_T - numbers.starts[row_T] + numbers.row_starts[:-1][row_T]
+        resumes = np.flatnonzero(starts == numbers.starts[rows])
+        drawn = torch.zeros(0, dtype=torch.int64) if sampled is None else sampled.token_ids
+        _, layout, token_T, hidden_T, place_R, row_R, next_B = lay_out(
             hidden_TD.device,
             self.seats,
-            Span(seats, starts, counts, num_decode),
-            read_slot_B=np.full(len(seats), NO_SLOT),
-            write_slot_T=np.full(int(counts.sum()), NO_SLOT),
-            first_key=FIRST_ENTRY,
+            Span(numbers.seats[rows], starts, counts, int((rows < numbers.num_decode).sum())),
+            np.full(len(rows), NO_SLOT),
+            np.full(len(row_T), NO_SLOT),
+            self._sources(numbers, drawn.shape, row_T, position_T, within_T),
+            np.maximum(within_T - 1, 0),
+            offsets[resumes],
+            rows[resumes],
+            # What follows a chunk that is not the last of its prompt; elsewhere any token.
+            self.seats.token_ids[numbers.seats, np.minimum(numbers.ends, self.seats.max_len)],
+            first_key_B=entries.first[rows],
         )
-        context = ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)
-        return self.model.look_ahead(token_ids, hidden_TD, context)
+        tokens = [batch.token_ids, next_B] if sampled is None else [batch.token_ids, next_B, drawn.flatten()]
+        before_TD = hidden_TD.index_select(0, hidden_T)
+        if len(resumes):
+            assert batch.before is not None, "hidden states of before the step are missing"
+            before_TD.index_copy_(0, place_R, batch.before.index_select(0, row_R))
+        return self.model.look_ahead(torch.cat(tokens).index_select(0, token_T), before_TD, self._context(layout))
 
-    def _chain(self, plan: Plan, batch: Batch, ahead_TD: Tensor, last_B: Ints, known_B: Ints) -> None:
-        """Draft by draft, all rows at once. `last_B`: number of each row's last true entry among `ahead_TD`."""
-        wanted = np.array([row.num_propose for row in plan.rows])
-        rows, number = np.flatnonzero(wanted), 0
-        hidden_BD = ahead_TD[last_B[rows]]
-        while len(rows):
-            seats, positions = batch.numbers.seats[rows], known_B[rows] + number + 1
-            tokens = self.sampler.draft(self.model.logits(hidden_BD), seats.tolist(), positions.tolist())
-            self.seats.token_ids[seats, positions] = tokens
-            number += 1
-            more = wanted[rows] > number
-            if not more.any():
-                return
-            rows, hidden_BD = rows[more], hidden_BD[torch.from_numpy(more).to(hidden_BD.device)]
-            starts = known_B[rows] + number
-            hidden_BD = self._enter(batch.numbers.seats[rows], starts, starts + 1, hidden_BD, len(rows))
+    @staticmethod
+    def _sources(numbers: Numbers, drawn: Sequence[int], row_T: Ints, position_T: Ints, within_T: Ints) -> Ints:
+        """Where the token of each entry stands in [the step's tokens, what follows each row, what was drawn]."""
+        number_B = np.zeros(len(numbers.counts), dtype=np.int64)
+        number_B[numbers.sampling] = np.arange(len(numbers.sampling))
+        samples_B = np.zeros(len(numbers.counts), dtype=np.bool_)
+        samples_B[numbers.sampling] = True
+        tokens, rows = int(numbers.row_starts[-1]), len(numbers.counts)
+        behind_T = position_T - (numbers.ends - numbers.num_guesses)[row_T]
+        drawn_T = tokens + rows + number_B[row_T] * (drawn[1] if len(drawn) > 1 else 0) + behind_T
+        return np.where(behind_T < 0, within_T, np.where(samples_B[row_T], drawn_T, tokens + row_T))
+
+    def _context(self, layout: Layout) -> ForwardContext:
+        return ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)

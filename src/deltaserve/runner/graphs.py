@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,10 +25,12 @@ from tqdm import tqdm
 
 from deltaserve.layers.context import ForwardContext
 from deltaserve.ops.layout import Layout, Segment
-from deltaserve.runner.columns import Feed
+from deltaserve.runner.columns import Columns, Feed
 from deltaserve.runner.inputs import Batch, Ints, Numbers, Seats, to_device
 from deltaserve.runner.memory import Pools
 from deltaserve.runner.model import Model
+
+Kept = TypeVar("Kept")
 
 PROMPT_TOKENS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 """Prompts up to each of these share a graph. Longer ones keep the device busy for longer than their launches take."""
@@ -65,7 +68,7 @@ class StepGraphs:
         model: Model,
         pools: Pools,
         seats: Seats,
-        last_token: Tensor,
+        recent: Tensor,
         *,
         lengths: Sequence[int],
         max_tokens: int,
@@ -73,20 +76,30 @@ class StepGraphs:
         dtype: torch.dtype,
     ) -> None:
         """
-        last_token: [S + 1] int64, each seat's newest token.
+        recent: [S + 1, 1 + guesses] int64, each seat's newest token and the guesses behind it.
         lengths: tokens a row, of the decode graphs.
         max_tokens: of a step; prompts are no longer.
         """
         num_seats, num_blocks = seats.block_table.shape
-        self._model, self._pools, self._seats, self._last_token = model, pools, seats, last_token
-        self._device = last_token.device
+        self.model, self.pools, self.seats, self._recent = model, pools, seats, recent
+        self.device = recent.device
         self.rows, self.lengths = row_counts(num_seats), tuple(lengths)
         self.prompts = [size for size in PROMPT_TOKENS if size <= max_tokens]
         most = max(num_seats * max(lengths), *(size + 1 for size in self.prompts), 1)
-        self._block_table = torch.full((num_seats + 1, num_blocks), -1, dtype=torch.int32, device=self._device)
-        self._feed = Feed(seats, max(num_seats, 2), most, self._device)
-        self._hidden = torch.zeros(most, hidden_size, dtype=dtype, device=self._device)
+        self.block_table = torch.full((num_seats + 1, num_blocks), -1, dtype=torch.int32, device=self.device)
+        self._feed = Feed(seats, max(num_seats, 2), most, self.device)
+        self.hidden = torch.zeros(most, hidden_size, dtype=dtype, device=self.device)
+        """[T, D]: of the last step's tokens."""
+        before = max(num_seats, 2) if pools.hidden else 0
+        self._before = torch.zeros(before, hidden_size, dtype=dtype, device=self.device)
         self._replay: dict[Shape, Callable[[], ForwardContext]] = {}
+        self.memory: Any = None
+        """Which all graphs share."""
+
+    @property
+    def columns(self) -> Columns:
+        """The numbers of the last step, on the device."""
+        return self._feed.columns
 
     @property
     def shapes(self) -> list[Shape]:
@@ -98,18 +111,13 @@ class StepGraphs:
     @torch.inference_mode()
     def record(self, progress: bool = True) -> None:
         """Record all graphs."""
-        pool = None
         for shape in tqdm(self.shapes, desc="Recording graphs", disable=not progress):
-            self._feed.send(_nothing(), shape.rows, shape.tokens)
-            if self._device.type == "cpu":
-                self._replay[shape] = partial(self._forward, shape)
-                continue
-            self._forward(shape)  # whatever a first call sets up must not be recorded
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                context = self._forward(shape)
-            pool = graph.pool()
-            self._replay[shape] = partial(_replay, graph, context)
+            self.show_nothing(shape.rows, shape.tokens)
+            self._replay[shape] = recorded(partial(self._forward, shape), self)
+
+    def show_nothing(self, rows: int, tokens: int) -> None:
+        """The numbers of a step that is all padding."""
+        self._feed.send(_nothing(), rows, tokens)
 
     def run(self, numbers: Numbers) -> tuple[Batch, Tensor] | None:
         """The step and the hidden states [T, D] of its tokens, which stand until the next call; None where no graph
@@ -122,7 +130,9 @@ class StepGraphs:
         context = self._replay[shape]()
         tokens, columns = int(numbers.row_starts[-1]), self._feed.columns
         last = None if shape.is_decode else columns.last
-        return Batch(numbers, columns.token[:tokens], context, last), self._hidden[:tokens]
+        rows = shape.rows if shape.is_decode else None
+        before = self._before[: len(numbers.counts)] if self.pools.hidden else None
+        return Batch(numbers, columns.token[:tokens], context, last, before, rows), self.hidden[:tokens]
 
     def _shape_of(self, numbers: Numbers) -> Shape | None:
         count, length = len(numbers.counts), int(numbers.counts[0])
@@ -137,10 +147,30 @@ class StepGraphs:
     def _forward(self, shape: Shape) -> ForwardContext:
         columns, context = self._feed.columns, self._context(shape)
         token_ids = columns.token[: shape.tokens]
-        if shape.is_decode and shape.length == 1:
-            token_ids = self._last_token.index_select(0, columns.seat[: shape.rows])
-        self._hidden[: shape.tokens].copy_(self._model(token_ids, context))
+        if shape.is_decode:
+            recent_BL = self._recent.index_select(0, columns.seat[: shape.rows])[:, : shape.length]
+            token_ids = recent_BL.reshape(-1)
+        hidden_TD = self.hidden[: shape.tokens]
+        hidden_TD.copy_(self.model(token_ids, context))
+        if self.pools.hidden:
+            columns.token[: shape.tokens].copy_(token_ids)
+            self._carry_hidden(context.layout, hidden_TD)
         return context
+
+    def _carry_hidden(self, layout: Layout, hidden_TD: Tensor) -> None:
+        """As `Inputs.carry_hidden`, in fixed shapes: a token whose state is not kept writes what the first row's last
+        token writes, where that does; nobody's state is kept where that one's is not."""
+        [hidden_SD] = self.pools.hidden
+        self._before[: len(layout.read_slot)].copy_(hidden_SD.index_select(0, layout.read_slot.clamp(min=0)))
+        last_1 = layout.segments[0].cu_seqlens[1:2] - 1
+        slot_1 = layout.write_slot.index_select(0, last_1)
+        spare_1 = slot_1.clamp(min=0)
+        spare_1D = torch.where(
+            (slot_1 >= 0)[:, None], hidden_TD.index_select(0, last_1), hidden_SD.index_select(0, spare_1)
+        )
+        is_kept_T = layout.write_slot >= 0
+        slot_T = torch.where(is_kept_T, layout.write_slot, spare_1)
+        hidden_SD.index_copy_(0, slot_T, torch.where(is_kept_T[:, None], hidden_TD, spare_1D))
 
     def _context(self, shape: Shape) -> ForwardContext:
         columns, rows, tokens = self._feed.columns, shape.rows, shape.tokens
@@ -150,15 +180,15 @@ class StepGraphs:
             read_slot=columns.read_slot[:rows],
             write_slot=columns.write_slot[:tokens],
             position=columns.position[:tokens],
-            block_table=self._block_table.index_select(0, columns.seat[:rows]),
+            block_table=self.block_table.index_select(0, columns.seat[:rows]),
             kv_index=columns.kv_index[:tokens],
             context_len=columns.context_len[:rows],
         )
-        return ForwardContext(layout=layout, kv=self._pools.kv, conv=self._pools.conv, state=self._pools.state)
+        return ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)
 
     def _copy_blocks(self, seat_B: Ints) -> None:
         """Blocks that rows got since the device's table was last written."""
-        seats = self._seats
+        seats = self.seats
         behind = seats.num_blocks[seat_B] - seats.num_copied[seat_B]
         if not behind.any():
             return
@@ -166,9 +196,9 @@ class StepGraphs:
         first_N = np.repeat(seats.num_copied[seat_B] - (behind.cumsum() - behind), behind)
         place_N = np.arange(len(seat_N)) + first_N
         flat_N, block_N = to_device(
-            self._device, seat_N * seats.block_table.shape[1] + place_N, seats.block_table[seat_N, place_N]
+            self.device, seat_N * seats.block_table.shape[1] + place_N, seats.block_table[seat_N, place_N]
         )
-        self._block_table.view(-1).index_copy_(0, flat_N, block_N)
+        self.block_table.view(-1).index_copy_(0, flat_N, block_N)
         seats.num_copied[seat_B] = seats.num_blocks[seat_B]
 
 
@@ -177,6 +207,19 @@ def _nothing() -> Numbers:
     return Numbers(none, none, none, none, none, none, np.zeros(1, dtype=np.int64), none, 0)
 
 
-def _replay(graph: torch.cuda.CUDAGraph, context: ForwardContext) -> ForwardContext:
+def recorded(run: Callable[[], Kept], steps: StepGraphs) -> Callable[[], Kept]:
+    """What does over again what `run` does, with the same tensors, and returns what that returned; in the memory that
+    all graphs of `steps` share. On a CPU it is `run` itself."""
+    if steps.device.type == "cpu":
+        return run
+    run()  # whatever a first call sets up must not be recorded
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=steps.memory):
+        kept = run()
+    steps.memory = graph.pool()
+    return partial(_replay, graph, kept)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, kept: Kept) -> Kept:
     graph.replay()
-    return context
+    return kept

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deltaserve.core.plan import Plan, Seating
+from deltaserve.core.plan import NO_SLOT, Plan, Seating
 from deltaserve.layers.context import ForwardContext
 from deltaserve.ops.layout import BLOCK, Layout, Segment
 from deltaserve.runner.memory import Pools, blocks_of
@@ -34,8 +34,8 @@ class Seats:
     num_blocks   [seats]           how many of them are set
     num_prompt   [seats]           tokens of the prompt
     num_top      [seats]           likely tokens to tell for each prompt token; -1 tells nothing
-    num_ahead    [seats]           the MTP layer's entries are there for positions 1 to num_ahead - 1, since the request
-                                   took its seat
+    first_ahead  [seats]           the MTP layer's entries are there from this position ...
+    num_ahead    [seats]           ... up to this one, itself excluded; 0 if there are none
     num_copied   [seats]           blocks that the device's table has (runner/graphs.py)
     turn         [seats]           how many requests have taken the seat
     """
@@ -48,6 +48,7 @@ class Seats:
         self.num_blocks = np.zeros(num_seats, dtype=np.int64)
         self.num_prompt = np.zeros(num_seats, dtype=np.int64)
         self.num_top = np.full(num_seats, -1, dtype=np.int64)
+        self.first_ahead = np.zeros(num_seats, dtype=np.int64)
         self.num_ahead = np.zeros(num_seats, dtype=np.int64)
         self.num_copied = np.zeros(num_seats, dtype=np.int64)
         self.turn = np.zeros(num_seats, dtype=np.int64)
@@ -59,7 +60,7 @@ class Seats:
         self.num_prompt[seat] = seating.num_prompt
         num_top = seating.params.prompt_logprobs
         self.num_top[seat] = -1 if num_top is None else num_top
-        self.num_ahead[seat] = 0
+        self.first_ahead[seat] = self.num_ahead[seat] = 0
         self.block_table[seat] = -1
         self.num_blocks[seat] = self.num_copied[seat] = 0
         self.turn[seat] += 1
@@ -135,43 +136,80 @@ class Batch:
     context             -       where their memory is
     last         [R]    int64   the tokens whose logits give new ones, by their number in the step: of each sampling row
                                 the last one, and one more for each guess at its end; None if all are
+    before       [B, D] model's the hidden state before each row's first token, where there is one and the model has an
+                                MTP layer
+    graph_rows          -       rows of the graph of extending rows that has run, with its padding; None: another step
     """
 
     numbers: Numbers
     token_ids: Tensor
     context: ForwardContext
     last: Tensor | None
+    before: Tensor | None = None
+    graph_rows: int | None = None
 
 
 class Inputs:
     """Builds the batch of a plan on the device of the pools."""
 
-    def __init__(self, seats: Seats, pools: Pools, device: torch.device) -> None:
+    def __init__(self, seats: Seats, pools: Pools, device: torch.device, max_guesses: int = 0) -> None:
         self.seats, self.pools, self.device = seats, pools, device
-        self.last_token = torch.zeros(len(seats.num_blocks) + 1, dtype=torch.int64, device=device)
-        """[seats + 1] int64 on the device: each seat's newest token; the last one is nobody's."""
+        self.recent = torch.zeros(len(seats.num_blocks) + 1, 1 + max_guesses, dtype=torch.int64, device=device)
+        """[seats + 1, 1 + guesses] int64 on the device: each seat's newest token, and what is guessed behind it, be it
+        of an older step; the last seat is nobody's."""
         self.runs_ahead = device.type != "cpu"
-        """Steps are launched before the host knows the tokens of those before: they come from `last_token`."""
+        """Steps are launched before the host knows the tokens of those before: they come from `recent`."""
 
     def build(self, numbers: Numbers) -> Batch:
         sampling, num_guesses = numbers.sampling, numbers.num_guesses
         last = _tails(numbers.row_starts[1:][sampling], 1 + num_guesses[sampling])
-        fresh = np.flatnonzero(num_guesses[: numbers.num_decode] == 0)
-        token_ids, layout, last_R, place_F, seat_F = lay_out(
+        place, recent = self._recent(numbers)
+        token_ids, layout, last_R, place_F, recent_F = lay_out(
             self.device,
             self.seats,
             Span(numbers.seats, numbers.starts, numbers.counts, numbers.num_decode),
             numbers.read_slot,
             numbers.write_slot,
             last,
-            numbers.row_starts[fresh],
-            numbers.seats[fresh],
+            place,
+            recent,
         )
-        if self.runs_ahead and len(fresh):
-            token_ids.index_copy_(0, place_F, self.last_token.index_select(0, seat_F))
+        if len(place):
+            token_ids.index_copy_(0, place_F, self.recent.view(-1).index_select(0, recent_F))
         context = ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)
         # When every token samples (plain decode), there is nothing to pick.
         return Batch(numbers, token_ids, context, None if len(last) == len(token_ids) else last_R)
+
+    def _recent(self, numbers: Numbers) -> tuple[Ints, Ints]:
+        """Tokens that are known only to `recent`, by their number in the step, and where they stand there: those of
+        extending rows, and where the host knows what was sampled, only their guesses."""
+        counts = numbers.counts[: numbers.num_decode]
+        place = np.arange(int(counts.sum()))
+        column = place - np.repeat(numbers.row_starts[: numbers.num_decode], counts)
+        source = np.repeat(numbers.seats[: numbers.num_decode] * self.recent.shape[1], counts) + column
+        if self.runs_ahead:
+            return place, source
+        return place[column > 0], source[column > 0]
+
+    def guesses(self, seats: Ints, counts: Ints) -> Tensor:
+        """[sum(counts)] int64: the first `counts` guesses of each seat."""
+        column = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
+        [source] = to_device(self.device, np.repeat(seats * self.recent.shape[1] + 1, counts) + column)
+        return self.recent.view(-1).index_select(0, source)
+
+    def carry_hidden(self, numbers: Numbers, hidden_TD: Tensor) -> Tensor | None:
+        """Where the model has an MTP layer: the hidden state before each row's first token [B, D], and those after the
+        step's tokens go to their slots, as all does that the next token needs."""
+        if not self.pools.hidden:
+            return None
+        [hidden_SD] = self.pools.hidden
+        kept = np.flatnonzero(numbers.write_slot != NO_SLOT)
+        read_slot, token, write_slot = to_device(
+            self.device, np.maximum(numbers.read_slot, 0), kept, numbers.write_slot[kept]
+        )
+        before_BD = hidden_SD.index_select(0, read_slot)
+        hidden_SD.index_copy_(0, write_slot, hidden_TD.index_select(0, token))
+        return before_BD
 
     def scored(self, numbers: Numbers) -> list[tuple[int, int]]:
         """(row, likely tokens to tell) of rows whose prompt tokens' logprobs are asked for."""
@@ -197,7 +235,7 @@ def lay_out(
     read_slot_B: Ints,
     write_slot_T: Ints,
     *take_along: Ints,
-    first_key: int = 0,
+    first_key_B: Ints | None = None,
 ) -> Any:
     """The span's token ids [T] int64, their layout, and each of `take_along` as a tensor: a tuple, in one copy to the
     device."""
@@ -209,7 +247,7 @@ def lay_out(
     assert block_T.min() >= 0, "a token has no KV block"
     ends = span.starts + counts
     ranges = _alike(counts, span.num_decode)
-    token_ids, read_slot, write_slot, position, kv_index, block_table, context_len, *rest = to_device(
+    token_ids, read_slot, write_slot, position, kv_index, block_table, context_len, first, *rest = to_device(
         device,
         table.token_ids[seat_T, position_T],
         read_slot_B,
@@ -218,6 +256,7 @@ def lay_out(
         block_T * BLOCK + position_T % BLOCK,
         table.block_table[seats, : blocks_of(int(ends.max()))],
         ends.astype(np.int32),
+        (ends if first_key_B is None else first_key_B).astype(np.int32),
         *take_along,
         *((row_starts[first : end + 1] - row_starts[first]).astype(np.int32) for first, end, _ in ranges),
     )
@@ -234,7 +273,8 @@ def lay_out(
         )
         for (first, end, is_step), cu in zip(ranges, cu_seqlens, strict=True)
     )
-    layout = Layout(segments, read_slot, write_slot, position, block_table, kv_index, context_len, first_key=first_key)
+    first_key = None if first_key_B is None else first
+    layout = Layout(segments, read_slot, write_slot, position, block_table, kv_index, context_len, first_key)
     return token_ids, layout, *along
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from deltaserve.core.plan import Pending, Plan, Result, RowResult
 from deltaserve.core.request import TokenLogprobs
-from deltaserve.runner.draft import Guesser, LookAhead, guesses_of
+from deltaserve.runner.draft import Guesser, LookAhead
+from deltaserve.runner.draft_graphs import DraftGraphs
 from deltaserve.runner.graphs import StepGraphs
 from deltaserve.runner.inputs import Batch, Inputs, Ints, Numbers, Seats, to_device
 from deltaserve.runner.memory import MemoryPlan, Pools
 from deltaserve.runner.model import Model
-from deltaserve.runner.sampling import NonFiniteLogitsError, Sampled, Sampler
+from deltaserve.runner.sampling import Drafts, NonFiniteLogitsError, Sampled, Sampler
 
 LOGITS_BYTES = 64 << 20
 """Logits of known prompt tokens are computed in slices of about this size."""
@@ -59,9 +61,10 @@ class Runner:
         logits_dtype = torch.promote_types(dtype, torch.float32)
         self.model, self.pools, self.vocab_size, self.device = model, pools, vocab_size, device
         self.seats = Seats(plan.max_num_seqs, plan.max_model_len)
-        self.inputs = Inputs(self.seats, pools, device)
+        self.inputs = Inputs(self.seats, pools, device, plan.max_keep - 1)
         self.sampler = Sampler(plan.max_num_seqs, vocab_size, device, logits_dtype)
-        self.guesser: Guesser | None = None if model.mtp is None else LookAhead(model, self.seats, self.sampler, pools)
+        self.look_ahead = None if model.mtp is None else LookAhead(model, self.inputs, self.sampler, pools)
+        self.guesser: Guesser | None = self.look_ahead
         self.slice_len = max(1, LOGITS_BYTES // (vocab_size * logits_dtype.itemsize))
         self.graphs: StepGraphs | None = None
 
@@ -69,6 +72,9 @@ class Runner:
         """From now on: steps that fit run as graphs, and a step's tokens stay on the device for the next one."""
         self.graphs = graphs
         self.inputs.runs_ahead = True
+        if self.look_ahead is not None:
+            self.look_ahead.graphs = DraftGraphs(graphs)
+            self.look_ahead.graphs.record()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Pending:
@@ -79,15 +85,19 @@ class Runner:
             self.sampler.seat(seating)
         for row in plan.rows:
             self.seats.append_blocks(row.seat, row.new_blocks)
+        if self.guesser is not None:
+            self.guesser.begin(plan)
         numbers = Numbers.of(plan)
         batch, hidden_TD = self._forward(numbers)
         sampled = self._sample(batch, hidden_TD)
         turns = self.seats.turn[numbers.seats[numbers.sampling]]
         launched = Launched(self, plan, batch, hidden_TD, sampled, self.inputs.scored(numbers), turns)
-        if not self.inputs.runs_ahead or self.guesser is not None or launched.scored:
-            return Computed(self.finish(launched))
         if sampled is not None:
-            sampled.start_copy()
+            sampled.start_copy()  # before drafts are drawn: the host goes on meanwhile
+        if self.guesser is not None and plan.drafts:
+            self.guesser.propose(plan, batch, hidden_TD, sampled)
+        if not self.inputs.runs_ahead or launched.scored:
+            return Computed(self.finish(launched))
         return launched
 
     def step(self, plan: Plan) -> Result:
@@ -99,19 +109,20 @@ class Runner:
         """The outcome of a step, which the seats' tables and the guesser learn too."""
         numbers = step.batch.numbers
         rows = [RowResult()] * len(step.plan.rows)
-        known = numbers.ends.copy()
         results = step.sampled.results() if step.sampled is not None else []
         seats, firsts = self._firsts(numbers)
-        is_seated = (self.seats.turn[seats] == step.turns).tolist()
-        for row, seat, first, stays, result in zip(
-            numbers.sampling.tolist(), seats.tolist(), firsts.tolist(), is_seated, results, strict=True
+        stays = self.seats.turn[seats] == step.turns
+        for row, seat, first, is_seated, result in zip(
+            numbers.sampling.tolist(), seats.tolist(), firsts.tolist(), stays.tolist(), results, strict=True
         ):
             rows[row] = result
-            known[row] += len(result.token_ids) - 1 - numbers.num_guesses[row] if result.token_ids else 0
-            if stays:
-                self.seats.token_ids[seat, first : first + len(result.token_ids)] = result.token_ids
-        if self.guesser is not None:
-            self.guesser.propose(step.plan, step.batch, step.hidden, known)
+            if is_seated:  # what is drawn behind the longest context is never fed
+                tokens = result.token_ids[: self.seats.max_len + 1 - first]
+                self.seats.token_ids[seat, first : first + len(tokens)] = tokens
+        if self.guesser is not None and step.plan.drafts:
+            given = np.array([len(result.token_ids) for result in results], dtype=np.int64)
+            known = stays & (given > 0)
+            self.guesser.learn(numbers, numbers.sampling[known], given[known])
         for row, num_top in step.scored:
             rows[row] = self._score(rows[row], numbers, row, num_top, step.hidden)
         return Result(step=step.plan.step, rows=rows)
@@ -121,7 +132,8 @@ class Runner:
         if found is not None:
             return found
         batch = self.inputs.build(numbers)
-        return batch, self.model(batch.token_ids, batch.context)
+        hidden_TD = self.model(batch.token_ids, batch.context)
+        return replace(batch, before=self.inputs.carry_hidden(numbers, hidden_TD)), hidden_TD
 
     def _sample(self, batch: Batch, hidden_TD: Tensor) -> Sampled | None:
         """The next token of each sampling row."""
@@ -129,14 +141,14 @@ class Runner:
         if not len(numbers.sampling):
             return None
         seats, firsts = self._firsts(numbers)
-        guesses = numbers.num_guesses[numbers.sampling].tolist()
+        counts = numbers.num_guesses[numbers.sampling]
+        guesses = Drafts(tuple(counts.tolist()), self.inputs.guesses(seats, counts)) if counts.any() else None
         last_ND = hidden_TD if batch.last is None else hidden_TD[batch.last]
-        guessed = guesses_of(self.seats, seats.tolist(), firsts.tolist(), guesses, hidden_TD.device)
-        sampled = self.sampler.sample(self.model.logits(last_ND), seats.tolist(), firsts.tolist(), guessed)
+        sampled = self.sampler.sample(self.model.logits(last_ND), seats.tolist(), firsts.tolist(), guesses)
         if self.inputs.runs_ahead:
             [seat_N] = to_device(hidden_TD.device, seats)
             newest_N = sampled.token_ids.gather(1, sampled.num_tokens[:, None] - 1).squeeze(1)
-            self.inputs.last_token.index_copy_(0, seat_N, newest_N)
+            self.inputs.recent[:, 0].index_copy_(0, seat_N, newest_N)
         return sampled
 
     @staticmethod

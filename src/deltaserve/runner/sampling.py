@@ -190,6 +190,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._params = SeatParams(num_seats, vocab_size, device, dtype)
+        self._no_drafts = torch.zeros(0, dtype=torch.int64, device=device)
 
     def seat(self, seating: Seating) -> None:
         """Take over a request's parameters and count its tokens afresh. Replaces whoever sat there."""
@@ -207,7 +208,7 @@ class Sampler:
                                          (`row.start + row.num_tokens - row.num_drafts`); a list or an int64 tensor
         drafts      -        -           None: no request has any
         """
-        drafts = drafts or Drafts((0,) * len(seats), self._tensor(()))
+        drafts = drafts or Drafts((0,) * len(seats), self._no_drafts)
         rows = _Rows([self._params[seat] for seat in seats], positions, drafts)
         assert logits_RV.shape == (len(rows), self._vocab_size), (
             f"sampling: logits {tuple(logits_RV.shape)} for {len(rows)} rows, vocabulary {self._vocab_size}"
@@ -221,16 +222,15 @@ class Sampler:
             self._params.counts.add(row_N, token_BJ[index_N], num_B[index_N])
         return Sampled(token_BJ, num_B, ok_B, *self._look_up(logits_RV, token_R, rows))
 
-    def draft(self, logits_BV: Tensor, seats: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """The tokens [B] that `sample` would give for these logits, without taking them for the truth.
+    def draft(self, logits_BV: Tensor, seats: Sequence[int], positions: Sequence[int] | Tensor) -> Tensor:
+        """The tokens [B] int64 that `sample` would give for these logits, without taking them for the truth.
 
         Parameters, seed and noise are those that the token of this position will be drawn with, so that a draft is
         right as often as two distributions that are close give the same token for the same noise. Penalties do not see
         the drafts before it. Logits that are not finite give some token.
         """
-        rows = _Rows([self._params[seat] for seat in seats], positions, Drafts((0,) * len(seats), self._tensor(())))
-        tokens: list[int] = self._draw_checked(logits_BV, seats, rows)[0].tolist()
-        return tokens
+        rows = _Rows([self._params[seat] for seat in seats], positions, Drafts((0,) * len(seats), self._no_drafts))
+        return self._draw_checked(logits_BV, seats, rows)[0]
 
     def prompt_logprobs(self, logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """What the model thought of N known tokens: `logits_NV[i]` are those that predict `token_ids[i]`.

@@ -24,17 +24,16 @@ def proposed_drafts(sequence: Sequence) -> int:
     return sequence.num_proposed
 
 
-def share_drafts(budget: int, num_extending: int, wanted: Numbers[int], prompt_tokens: int) -> list[int]:
-    """Cut the drafts that each extending request wants to what the step can hold.
+def share_drafts(budget: int, wanted: Numbers[int], prompt_tokens: int) -> int:
+    """Drafts that each extending request gets, the same number for all: rows of one length are computed alike. Those
+    that want fewer verify some that nobody proposed.
 
     `prompt_tokens` wait to be prefilled: they have a claim to half the budget before any draft has.
     """
-    left = budget - num_extending - min(prompt_tokens, budget // 2)
-    granted = []
-    for want in wanted:
-        granted.append(max(min(want, left), 0))
-        left -= granted[-1]
-    return granted
+    if not wanted:
+        return 0
+    left = budget - len(wanted) - min(prompt_tokens, budget // 2)
+    return max(min(max(wanted), left // len(wanted)), 0)
 
 
 def share_prompts(budget: int, remaining: Numbers[int]) -> list[int]:

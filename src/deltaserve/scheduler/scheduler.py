@@ -46,6 +46,8 @@ class _Planned:
     lease: Lease
     row: Row
     extends: bool
+    num_real: int = 0
+    """Drafts of the row that were proposed. Behind them stand such as make the row as long as its mates."""
 
     @property
     def is_live(self) -> bool:
@@ -94,6 +96,8 @@ class Scheduler:
         """By step, oldest first; two at most."""
         self._num_propose: int | None = None
         """The choice for the next plan, when it was asked for and that plan is not made yet."""
+        self._drafts_in_use = False
+        """By the last choice: a plan made ahead asks for none."""
         self._counters = Counters()
 
     # ---- requests come and go --------------------------------------------------------------------------------------
@@ -162,7 +166,8 @@ class Scheduler:
         if not self._lines or (ahead and self._must_wait()):
             return None
         extending = self._lines.extending
-        drafts = self._share_drafts(extending)
+        wanted = self._wanted_drafts(extending)
+        drafts = self._share_drafts(extending, list(wanted.values()))
         budget = self._max_num_batched_tokens - len(extending) - sum(drafts)
         seated = self._admit(budget)
         sizes = {s.order: 1 + k for s, k in zip(extending, drafts, strict=True)} | self._share_prompts(budget)
@@ -170,7 +175,7 @@ class Scheduler:
             assert not seated, "requests are let in and there is no room for the step"
             return None
         seatings = [s.seating() for s in seated]
-        planned = self._place(sizes, 0 if ahead else self._choose_drafts())
+        planned = self._place(sizes, wanted, 0 if ahead else self._choose_drafts())
         assert planned or ahead, "requests wait and none can move"
         assert all(s.lease is not None for s in seated), "a request is let in and sent back in one step"
         if not planned:
@@ -185,6 +190,7 @@ class Scheduler:
             seatings=seatings,
             rows=[p.row for p in planned],
             num_decode=sum(p.extends for p in planned),
+            drafts=self._drafts_in_use,
         )
 
     def commit(self, plan: Plan, result: Result) -> list[Output]:
@@ -224,6 +230,7 @@ class Scheduler:
         if self._num_propose is None:
             num_rows = max(len(self._lines.extending), 1)
             self._num_propose = min(self._speculation.choose(num_rows), self._cache.max_keep - 1)
+            self._drafts_in_use = self._num_propose > 0
         return self._num_propose
 
     def _has_room(self, sizes: dict[int, int]) -> bool:
@@ -231,16 +238,22 @@ class Scheduler:
         leases = [(s.lease, sizes[s.order]) for s in self._lines.running if s.order in sizes and s.lease is not None]
         return self._cache.has_blocks(sum(self._cache.num_missing(it, it.num_planned + n) for it, n in leases))
 
-    def _share_drafts(self, extending: list[Sequence]) -> list[int]:
-        wanted = []
+    def _wanted_drafts(self, extending: list[Sequence]) -> dict[int, int]:
+        """Of each request, by order of arrival: drafts that it has and can use."""
+        wanted = {}
         for sequence in extending:
             assert sequence.lease is not None, "a waiting request extends"
             room = sequence.max_len - sequence.lease.num_planned - 2  # the token behind the drafts is output too
             most = 0 if sequence.lease.in_flight else min(self._cache.max_keep - 1, room)
-            wanted.append(max(min(self._num_drafts_for(sequence), most), 0))
+            wanted[sequence.order] = max(min(self._num_drafts_for(sequence), most), 0)
+        return wanted
+
+    def _share_drafts(self, extending: list[Sequence], wanted: list[int]) -> list[int]:
+        """Drafts of each row: as many as its mates have, as far as the longest context goes."""
         prompts = [*self._lines.prefilling, *self._lines.candidates]
-        prompt_tokens = sum(s.num_to_prefill for s in prompts)
-        return policy.share_drafts(self._max_num_batched_tokens, len(extending), wanted, prompt_tokens)
+        number = policy.share_drafts(self._max_num_batched_tokens, wanted, sum(s.num_to_prefill for s in prompts))
+        longest = min(self._max_model_len, self._cache.max_tokens)
+        return [0 if s.lease is None else min(number, longest - s.lease.num_planned - 1) for s in extending]
 
     def _share_prompts(self, budget: int) -> dict[int, int]:
         """Chunk sizes of those who prefill, by order of arrival."""
@@ -305,7 +318,7 @@ class Scheduler:
         longest = min(sequence.num_expected + self._cache.max_keep - 1, sequence.max_len)
         return self._cache.num_missing(sequence.lease, longest) + 1
 
-    def _place(self, sizes: dict[int, int], num_propose: int) -> list[_Planned]:
+    def _place(self, sizes: dict[int, int], wanted: dict[int, int], num_propose: int) -> list[_Planned]:
         """Memory for `sizes` tokens of each running request, by order of arrival; the youngest make room. Where there
         is room for `num_propose` drafts behind them, so many are proposed."""
         planned: list[_Planned] = []
@@ -324,7 +337,8 @@ class Scheduler:
                 if sequence.lease is not None:
                     row = self._place_row(sequence, lease, num_tokens, num_drafts, num_propose)
             if row is not None:
-                planned.append(_Planned(sequence, lease, row, extends))
+                num_real = min(num_drafts, wanted.get(sequence.order, 0))
+                planned.append(_Planned(sequence, lease, row, extends, num_real))
         return planned
 
     def _place_row(
@@ -349,13 +363,16 @@ class Scheduler:
 
     def _commit_row(self, planned: _Planned, result: RowResult) -> Output | None:
         sequence, row, counters = planned.sequence, planned.row, self._counters
+        num_drafts, num_accepted = planned.num_real, min(planned.num_real, max(len(result.token_ids) - 1, 0))
         if planned.extends:
-            num_accepted = max(len(result.token_ids) - 1, 0)
-            counters.drafts(row.num_drafts, num_accepted)
-            self._speculation.observe(row.num_drafts, num_accepted)
+            counters.drafts(num_drafts, num_accepted)
+            self._speculation.observe(num_drafts, num_accepted)
         else:
             counters.prefilled_tokens += row.num_tokens
         output, kept = sequence.take(row, result)
+        if output is not None and planned.extends:
+            output.num_draft_tokens = num_drafts
+            output.num_accepted_tokens = min(num_accepted, len(output.token_ids))
         sequence.num_proposed = row.num_propose
         failed = result.error is not None
         if not failed:

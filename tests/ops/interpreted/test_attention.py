@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -77,6 +78,21 @@ def test_steps_and_chunks_in_one_step() -> None:
 def test_a_first_key_that_is_not_there(num_step: int) -> None:
     """A row of one token sees no key, and gives zeros."""
     step = rows_of([0, 1, 64, 200], [1] * 4, num_step, first_key=1)
+    expected, _ = step.expected()
+    out = step.run()
+    torch.testing.assert_close(out[1:].double(), expected[1:], rtol=1e-5, atol=1e-5)
+    assert torch.equal(out[0], torch.zeros_like(out[0]))
+
+
+@pytest.mark.parametrize("num_step", [0, 5])
+def test_first_keys_anywhere(num_step: int) -> None:
+    """What lies before them is NaN."""
+    step = rows_of([0, 70, 64, 200, 130], [2] * 5, num_step)
+    first = torch.tensor([1, 70, 3, 199, 65], dtype=torch.int32)
+    step.layout = dataclasses.replace(step.layout, first_key=first)
+    for row, key in enumerate(first.tolist()[1:], 1):
+        for place in range(key):
+            step.pool[:, int(step.layout.block_table[row, place // 64]), place % 64] = torch.nan
     expected, _ = step.expected()
     out = step.run()
     torch.testing.assert_close(out[1:].double(), expected[1:], rtol=1e-5, atol=1e-5)

@@ -129,9 +129,12 @@ def _group(layout: Layout, segment: Segment, row: Tensor) -> Group:
     table = layout.block_table[segment.row_start : segment.row_end, :num_blocks].long()[row]
     device = table.device
     key = torch.arange(num_blocks * BLOCK, device=device)
-    beyond = (((key >= context[:, None]) | (key < layout.first_key)) & (key < num_keys)).flatten().nonzero().squeeze(1)
+    is_missing = key >= context[:, None]
+    if layout.first_key is not None:
+        is_missing |= key < layout.first_key[segment.row_start : segment.row_end][row][:, None]
+    beyond = (is_missing & (key < num_keys)).flatten().nonzero().squeeze(1)
     last_seen_BQ = context[:, None] - length + torch.arange(length, device=device)
-    is_hidden_BQL = (key[:num_keys] > last_seen_BQ[..., None]) | (key[:num_keys] < layout.first_key)
+    is_hidden_BQL = (key[:num_keys] > last_seen_BQ[..., None]) | is_missing[:, None, :num_keys]
     hidden_BQL = torch.zeros(is_hidden_BQL.shape, device=device).masked_fill_(is_hidden_BQL, -torch.inf)
     is_all = len(row) == segment.row_end - segment.row_start
     return Group(
@@ -149,11 +152,14 @@ def chunk(q_THD: Tensor, kv_pool: Tensor, layout: Layout, segment: Segment, scal
     out_THD = torch.zeros_like(q_THD)
     bounds = segment.cu_seqlens.tolist()
     contexts = layout.context_len[segment.row_start : segment.row_end].tolist()
-    for row, context in enumerate(contexts):
-        if context <= layout.first_key:  # no key is seen
+    first_key = [0] * len(contexts)
+    if layout.first_key is not None:
+        first_key = layout.first_key[segment.row_start : segment.row_end].tolist()
+    for row, (context, first) in enumerate(zip(contexts, first_key, strict=True)):
+        if context <= first:  # no key is seen
             continue
         block = layout.block_table[segment.row_start + row, : -(-context // BLOCK)].long()
-        kv = kv_pool.index_select(1, block).flatten(1, 2)[:, layout.first_key : context]
+        kv = kv_pool.index_select(1, block).flatten(1, 2)[:, first:context]
         own = slice(bounds[row], bounds[row + 1])
         _attend_row(q_THD[own], kv, out_THD[own], scale)
     return out_THD

@@ -113,8 +113,8 @@ def _attend(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "table_stride", "first_key", "scale"],
-    do_not_specialize_on_alignment=["cu_ptr", "table_ptr", "context_ptr"],
+    do_not_specialize=["num_rows", "table_stride", "scale"],
+    do_not_specialize_on_alignment=["cu_ptr", "table_ptr", "context_ptr", "first_key_ptr"],
 )
 def chunk_kernel(
     q_ptr,
@@ -123,12 +123,12 @@ def chunk_kernel(
     cu_ptr,
     table_ptr,
     context_ptr,
+    first_key_ptr,
     out_ptr,
     num_rows,
     table_stride,
     gate_stride,
     plane_stride,
-    first_key,
     scale,
     NUM_Q: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -180,18 +180,21 @@ def chunk_kernel(
     table_ptr += row.to(tl.int64) * table_stride
     pool_ptr += group * WIDTH
 
-    # All keys of [head_end, diagonal) are seen by all tokens of the tile; those around it are masked.
+    # All keys of [past_first, diagonal) are seen by all tokens of the tile; those around it are masked.
     diagonal = tl.maximum(context - length + first + 1, 0) // KEYS * KEYS
     end = tl.minimum(context - length + first + TILE, context)
-    head_end = tl.zeros((), tl.int32)
+    first_key = tl.zeros((), tl.int32)
+    past_first = tl.zeros((), tl.int32)
     if HAS_FIRST_KEY:
-        head_end = tl.minimum(KEYS, diagonal)
+        first_key = tl.load(first_key_ptr + row)
+        begin = tl.minimum(first_key // KEYS * KEYS, diagonal)
+        past_first = tl.minimum(begin + KEYS, diagonal)
         acc, peak, total = _attend(
-            q, acc, peak, total, pool_ptr, plane_stride, table_ptr, 0, head_end, position, context, first_key,
+            q, acc, peak, total, pool_ptr, plane_stride, table_ptr, begin, past_first, position, context, first_key,
             log_scale, NUM_KV * WIDTH, WIDTH, BLOCK_D, KEYS, BLOCK, True, UPCAST,
         )  # fmt: skip
     acc, peak, total = _attend(
-        q, acc, peak, total, pool_ptr, plane_stride, table_ptr, head_end, diagonal, position, context, first_key,
+        q, acc, peak, total, pool_ptr, plane_stride, table_ptr, past_first, diagonal, position, context, first_key,
         log_scale, NUM_KV * WIDTH, WIDTH, BLOCK_D, KEYS, BLOCK, False, UPCAST,
     )  # fmt: skip
     acc, peak, total = _attend(
@@ -233,11 +236,13 @@ def chunk(
     has_gate = gate_TX is not None
     gate_TX = segment.cut(gate_TX) if gate_TX is not None else out_THD
     table = layout.block_table[segment.row_start :]
+    context = layout.context_len[segment.row_start :]
+    first_key = context if layout.first_key is None else layout.first_key[segment.row_start :]
     chunk_kernel[(num_kv, q_THD.shape[0] // (block_m // block_p) + rows)](
-        q_THD, gate_TX, kv_pool, segment.cu_seqlens, table, layout.context_len[segment.row_start :], out_THD,
-        rows, table.stride(0), gate_TX.stride(0), kv_pool.stride(0), layout.first_key, scale,
+        q_THD, gate_TX, kv_pool, segment.cu_seqlens, table, context, first_key, out_THD,
+        rows, table.stride(0), gate_TX.stride(0), kv_pool.stride(0), scale,
         NUM_Q=num_q, NUM_KV=num_kv, WIDTH=width, SHARING=sharing,
         BLOCK_P=block_p, BLOCK_M=block_m, BLOCK_D=block_d, KEYS=config.keys, BLOCK=BLOCK,
-        HAS_FIRST_KEY=layout.first_key > 0, HAS_GATE=has_gate, UPCAST=not q_THD.is_cuda,
+        HAS_FIRST_KEY=layout.first_key is not None, HAS_GATE=has_gate, UPCAST=not q_THD.is_cuda,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

@@ -10,7 +10,8 @@ launch joins them. All query heads of a key head share a program, which is what 
 
 Bytes: keys and values of the contexts once; for rows of several units 2 x 4 bytes per unit, head and dimension.
 
-Variants: the power of two that holds tokens * heads per key head (16 to 128), heads, widths, dtypes. Numbers of rows
+Variants: the power of two that holds tokens * heads per key head (16 to 128), heads, widths, dtypes, and whether
+keys are missing at the start. Numbers of rows
 and of their tokens and lengths of contexts and tables are none.
 
 Shape letters: T tokens, H query heads, G key heads, D head width, B rows, L tokens of a row, U units, M queries of a
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from deltaserve.ops.gpu import Properties, properties
 from deltaserve.ops.layout import BLOCK, Layout, Segment
+from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 
 UNITS = 4
 """Units of work per multiprocessor that all key heads together are cut into."""
@@ -70,8 +72,8 @@ def share_of(context_ptr, num_rows, target, BLOCK: tl.constexpr, SPAN: tl.conste
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "target", "length", "table_stride", "first_key", "scale"],
-    do_not_specialize_on_alignment=["table_ptr", "context_ptr"],
+    do_not_specialize=["num_rows", "target", "length", "table_stride", "scale"],
+    do_not_specialize_on_alignment=["table_ptr", "context_ptr", "first_key_ptr"],
 )
 def step_kernel(
     q_ptr,
@@ -79,6 +81,7 @@ def step_kernel(
     pool_ptr,
     table_ptr,
     context_ptr,
+    first_key_ptr,
     out_ptr,
     acc_ptr,
     peak_ptr,
@@ -88,7 +91,6 @@ def step_kernel(
     table_stride,
     gate_stride,
     plane_stride,
-    first_key,
     scale,
     NUM_Q: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -100,11 +102,14 @@ def step_kernel(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
+    HAS_FIRST_KEY: tl.constexpr,
     HAS_GATE: tl.constexpr,
     UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """q [B * L, H, D]; out the same; acc [U, L, H, D] fp32: the product not normalised; peak [U, L, H, 2] fp32: the
     maximum and the sum."""
+    let_next_start(EARLY)
     group = tl.program_id(0)
     unit = tl.program_id(1)
     share = share_of(context_ptr, num_rows, target, BLOCK, SPAN)
@@ -121,6 +126,7 @@ def step_kernel(
         first_unit += tl.sum(tl.where(hit, ends - units, 0))
         found += tl.sum(hit.to(tl.int32))
         before += tl.sum(units)
+    wait_for_inputs(EARLY)
     if found == 0:
         return
     context = tl.load(context_ptr + row)
@@ -129,6 +135,9 @@ def step_kernel(
     per_unit = tl.cdiv(tl.cdiv(context, BLOCK), num_units)
     low = (unit - first_unit) * per_unit * BLOCK
     high = tl.minimum(low + per_unit * BLOCK, context)
+    first_key = tl.minimum(num_rows, 0)  # not a constant: with the comparison ptxas spills nothing, without it does
+    if HAS_FIRST_KEY:
+        first_key = tl.load(first_key_ptr + row)
 
     m = tl.arange(0, BLOCK_M)
     token = m // BLOCK_P
@@ -216,8 +225,10 @@ def join_kernel(
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One token and head of a program: joins the units of its row; zeros for a row without a context."""
+    let_next_start(EARLY)
     head = tl.program_id(0)
     token = tl.program_id(1)
     own = token // length
@@ -225,6 +236,7 @@ def join_kernel(
     inside = column < WIDTH
     # Asked for first, so that one trip to memory serves all that depends on nothing.
     context = tl.load(context_ptr + own)
+    wait_for_inputs(EARLY)
     if HAS_GATE:
         gate = tl.load(gate_ptr + token.to(tl.int64) * gate_stride + head * WIDTH + column, mask=inside, other=0.0)
     share = share_of(context_ptr, num_rows, target, BLOCK, SPAN)
@@ -293,16 +305,18 @@ def step(
     gate_TX = out_THD if gate_TX is None else segment.cut(gate_TX)
     has_gate = gate_TX is not out_THD
     context = layout.context_len[segment.row_start :]
+    first_key = context if layout.first_key is None else layout.first_key[segment.row_start :]
+    early = early_options(q_THD.device)
     step_kernel[(num_kv, max_units)](
-        q_THD, gate_TX, kv_pool, table, context, out_THD, acc, peak,
-        rows, target, length, table.stride(0), gate_TX.stride(0), kv_pool.stride(0), layout.first_key, scale,
+        q_THD, gate_TX, kv_pool, table, context, first_key, out_THD, acc, peak,
+        rows, target, length, table.stride(0), gate_TX.stride(0), kv_pool.stride(0), scale,
         NUM_Q=num_q, NUM_KV=num_kv, WIDTH=width, SHARING=sharing,
         BLOCK_P=block_p, BLOCK_M=block_m, BLOCK_D=block_d, KEYS=config.keys, BLOCK=BLOCK, SPAN=128,
-        HAS_GATE=has_gate, UPCAST=not q_THD.is_cuda,
-        num_warps=config.warps, num_stages=config.stages,
+        HAS_FIRST_KEY=layout.first_key is not None, HAS_GATE=has_gate, UPCAST=not q_THD.is_cuda,
+        num_warps=config.warps, num_stages=config.stages, **early,
     )  # fmt: skip
     join_kernel[(num_q, rows * length)](
         gate_TX, context, out_THD, acc, peak, rows, target, length, gate_TX.stride(0),
         NUM_Q=num_q, WIDTH=width, BLOCK_D=block_d, PARTS=16, BLOCK=BLOCK, SPAN=128, HAS_GATE=has_gate,
-        num_warps=4,
+        num_warps=4, **early,
     )  # fmt: skip
