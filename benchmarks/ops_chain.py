@@ -14,9 +14,9 @@ from torch import Tensor
 
 from benchmarks.ops import Case
 from benchmarks.ops_moe import EXPERT_BYTES, EXPERTS, INNER, TOP_K, WIDTH
-from deltaserve.ops.linear.api import linear, linear_beside
+from deltaserve.ops.linear import gpu
+from deltaserve.ops.linear.api import linear, norm_linear
 from deltaserve.ops.moe.api import sparse_moe
-from deltaserve.ops.norm.api import add_gemma_rms_norm
 
 LAYERS, QKVZ, VALUES, BA = 8, 12288, 4096, 64
 EPS = 1e-6
@@ -54,24 +54,23 @@ def make_layer() -> Layer:
     )
 
 
-def run(layers: Sequence[Layer], x: Tensor, mixed: Tensor, early: bool) -> Tensor:
+def run(layers: Sequence[Layer], x: Tensor, mixed: Tensor, early: bool, inside: bool) -> Tensor:
     from deltaserve.ops.linear import triton_early
 
-    before, triton_early.BY_DEFAULT = triton_early.BY_DEFAULT, early
+    before = triton_early.BY_DEFAULT, gpu.NORMS_INSIDE
+    triton_early.BY_DEFAULT, gpu.NORMS_INSIDE = early, inside
     residual = x
     for layer in layers:
-        x, residual = add_gemma_rms_norm(x, residual, layer.norm, EPS)
-        linear_beside(x, *layer.in_proj, layer.ba)
+        _, _, _, residual = norm_linear(x, residual, layer.norm, EPS, *layer.in_proj, layer.ba)
         x = linear(mixed, *layer.out_proj)
-        x, residual = add_gemma_rms_norm(x, residual, layer.norm, EPS)
-        scores = linear(x, layer.router)
+        scores, _, x, residual = norm_linear(x, residual, layer.norm, EPS, layer.router)
         (w13, w13_scale), (w2, w2_scale) = layer.w13, layer.w2
         x = sparse_moe(x, scores, w13, w2, TOP_K, True, w13_scale, w2_scale)
-    triton_early.BY_DEFAULT = before
+    triton_early.BY_DEFAULT, gpu.NORMS_INSIDE = before
     return x
 
 
-def make(tokens: int, early: bool) -> Sequence[Callable[[], object]]:
+def make(tokens: int, early: bool, inside: bool) -> Sequence[Callable[[], object]]:
     layers = [make_layer() for _ in range(LAYERS)]
     return [
         partial(
@@ -80,6 +79,7 @@ def make(tokens: int, early: bool) -> Sequence[Callable[[], object]]:
             torch.randn(tokens, WIDTH, device="cuda").bfloat16(),
             torch.randn(tokens, VALUES, device="cuda").bfloat16(),
             early,
+            inside,
         )
         for _ in range(4)
     ]
@@ -91,10 +91,8 @@ def cases() -> list[Case]:
         touched = EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** tokens) + 1
         dense = QKVZ * WIDTH + WIDTH * VALUES + 2 * (BA + EXPERTS + 1) * WIDTH
         num_bytes = LAYERS * (touched * EXPERT_BYTES + dense)
-        found.extend(
-            Case(
-                f"chain {LAYERS} layers{' early' if early else ''} T={tokens}", partial(make, tokens, early), num_bytes
-            )
-            for early in (False, True)
-        )
+        for early in (False, True):
+            for inside in (False, True) if tokens == 1 else (False,):
+                name = f"chain {LAYERS} layers{' early' if early else ''}{' norms inside' if inside else ''} T={tokens}"
+                found.append(Case(name, partial(make, tokens, early, inside), num_bytes))
     return found

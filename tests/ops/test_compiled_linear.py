@@ -8,7 +8,13 @@ import pytest
 
 from deltaserve.ops.linear.triton_fp8 import quantize_rows_kernel
 from deltaserve.ops.linear.triton_gemm import Tiles, choose_tiles, gemm_kernel
-from deltaserve.ops.linear.triton_gemv import PLAIN_BYTES, QUANTIZED_BYTES, gemv_kernel, rows_per_program
+from deltaserve.ops.linear.triton_gemv import (
+    PLAIN_BYTES,
+    QUANTIZED_BYTES,
+    gemv_kernel,
+    norm_gemv_kernel,
+    rows_per_program,
+)
 from tests.ops.compiled import TARGETS, Resources, compile_for
 
 SHARED = {"sm_90": 227 << 10, "sm_80": 163 << 10, "gfx942": 64 << 10}
@@ -54,10 +60,11 @@ def compile_gemm(target: str, width: int, tiles: Tiles, way: int) -> Resources:
         "WIDTH": width,
         "BO": tiles.outputs,
         "BT": tiles.tokens,
-        "BK": 128 if way else 64,
+        "BK": 128 if way or tiles.tokens < 128 else 64,
         "SPLIT": tiles.split,
         "FP8": way,
         "READY": ready,
+        "EARLY": target == "sm_90",
     }
     return compile_for(TARGETS[target], gemm_kernel, signature, constants, tiles.warps, tiles.stages)
 
@@ -82,9 +89,28 @@ def test_gemv(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_gemv_with_its_norm(target: str) -> None:
+    for quantized, rows, beside, warps in ((True, 8, 4, 4), (True, 16, 4, 8), (False, 1, 0, 4)):
+        way = WAYS[target] if quantized else 0
+        weight = TYPES[way]
+        kinds = {"gain_ptr": "*fp32", "eps": "fp32", "w_ptr": weight, "scale_ptr": "*fp32" if way else weight}
+        names = norm_gemv_kernel.arg_names
+        signature = {name: kinds.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
+        constants = {"WIDTH": 2048, "BO": rows, "BESIDE": beside, "BK": 2048, "FP8": way, "EARLY": target == "sm_90"}
+        found = compile_for(TARGETS[target], norm_gemv_kernel, signature, constants, num_warps=warps)
+        assert found.spilled == 0
+        assert found.registers <= (128 if target == "sm_90" else 208)
+        assert found.shared <= 16 << 10
+        if target == "sm_90":
+            before = found.assembly.split("griddepcontrol.wait")[0]
+            loads = rows * 2048 * (1 if quantized else 2) // 16 // (32 * warps)
+            assert before.count("v4.b32") >= loads, "weights wait for the input"
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_gemm(target: str) -> None:
     for tokens in (8, 64, 1024):
-        for quantized in (True, False) if tokens <= 64 else (True,):
+        for quantized in (True, False):
             tiles = choose_tiles(tokens, 2048, 2048, quantized, 132, SHARED[target])
             found = compile_gemm(target, 2048, tiles, WAYS[target] if quantized else 0)
             assert found.spilled == 0, tiles
@@ -98,7 +124,8 @@ def test_gemm(target: str) -> None:
 def test_quantize_rows(target: str) -> None:
     way = WAYS[target]
     signature = {"x_ptr": "*bf16", "q_ptr": TYPES[way], "scale_ptr": "*fp32", "tokens": "i32", "stride": "i32"}
-    found = compile_for(TARGETS[target], quantize_rows_kernel, signature, {"WIDTH": 2048, "BK": 2048, "FP8": way})
+    constants = {"WIDTH": 2048, "BK": 2048, "FP8": way, "EARLY": target == "sm_90"}
+    found = compile_for(TARGETS[target], quantize_rows_kernel, signature, constants)
     assert (found.spilled, found.registers <= 64) == (0, True)
 
 
@@ -106,4 +133,6 @@ def test_more_programs_for_fewer_rows() -> None:
     sizes = (12288, 2048), (9216, 2048), (2048, 4096), (64, 4096)
     assert [rows_per_program(o, i, QUANTIZED_BYTES, 132) for o, i in sizes] == [8, 8, 4, 1]
     assert choose_tiles(8, 2048, 4096, True, 132, 227 << 10).split == 8
-    assert choose_tiles(8, 12288, 2048, True, 132, 227 << 10).split == 1
+    assert choose_tiles(8, 12288, 2048, True, 132, 227 << 10).split == 4
+    assert [choose_tiles(t, 2048, 4096, True, 132, 227 << 10).split for t in (128, 200, 512, 1000)] == [8, 4, 2, 1]
+    assert [choose_tiles(t, 513, 2048, False, 132, 227 << 10).split for t in (128, 1024, 8192)] == [8, 2, 1]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from deltaserve.layers.context import ForwardContext
 from deltaserve.layers.linear import Linear
 from deltaserve.layers.norm import GemmaNorm
+from deltaserve.layers.normed import Normed
 from deltaserve.layers.rotary import Rotary
 from deltaserve.ops.attention.api import gated_attention
 
@@ -47,7 +48,7 @@ class Attention(nn.Module):
         self.k_norm = GemmaNorm(head_dim, eps, dtype, device)
         self.o_proj = Linear(q_width, hidden_size, dtype, device, quantized)
 
-    def forward(self, x_TE: Tensor, context: ForwardContext) -> Tensor:
+    def forward(self, x_TE: Tensor | Normed, context: ForwardContext) -> Tensor:
         """[T, hidden_size] -> the same; stores the step's keys and values."""
         q, gate, k, v = self.qgkv_proj(x_TE).split_with_sizes(self.widths, dim=-1)
         q_THD, k_TGD, v_TGD = (part.view(part.shape[0], -1, self.head_dim) for part in (q, k, v))

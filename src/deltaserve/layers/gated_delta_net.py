@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deltaserve.layers.context import ForwardContext
 from deltaserve.layers.linear import Linear, weight
+from deltaserve.layers.normed import Normed
 from deltaserve.ops.gated_delta.api import gated_delta_net
 
 
@@ -56,7 +57,7 @@ class GatedDeltaNet(nn.Module):
         self.norm_weight = weight(v_dim, dtype=wide, device=device)
         self.out_proj = Linear(values, hidden_size, dtype, device, quantized)
 
-    def forward(self, x_TE: Tensor, context: ForwardContext) -> Tensor:
+    def forward(self, x_TE: Tensor | Normed, context: ForwardContext) -> Tensor:
         """[T, hidden_size] -> the same; keeps the convolution's window and the state where the context says."""
         if self.ba_proj is None:
             mixed_TC, z, b_TV, a_TV = self.in_proj(x_TE).split_with_sizes(self.widths, dim=-1)

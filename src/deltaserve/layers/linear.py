@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from deltaserve.layers.normed import Normed
 from deltaserve.ops.linear.api import linear, linear_beside, scale_shape
 
 FP8 = torch.float8_e4m3fn
@@ -32,10 +33,16 @@ class Linear(nn.Module):
             scales = scale_shape((out_width, in_width))
             self.weight_scale_inv = weight(*scales, dtype=torch.float32, device=device)
 
-    def forward(self, x_TI: Tensor) -> Tensor:
+    def forward(self, x_TI: Tensor | Normed) -> Tensor:
         """[T, in_width] -> [T, out_width], in the input's dtype."""
+        if isinstance(x_TI, Normed):
+            return x_TI.project(self.weight, self.weight_scale_inv)[0]
         return linear(x_TI, self.weight, self.weight_scale_inv)
 
-    def beside(self, x_TI: Tensor, other: Linear) -> tuple[Tensor, Tensor]:
+    def beside(self, x_TI: Tensor | Normed, other: Linear) -> tuple[Tensor, Tensor]:
         """What this projection and another, plain one make of one input."""
-        return linear_beside(x_TI, self.weight, self.weight_scale_inv, other.weight)
+        if not isinstance(x_TI, Normed):
+            return linear_beside(x_TI, self.weight, self.weight_scale_inv, other.weight)
+        y_TO, y_TP = x_TI.project(self.weight, self.weight_scale_inv, other.weight)
+        assert y_TP is not None
+        return y_TO, y_TP

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deltaserve.layers.linear import Linear
+from deltaserve.layers.normed import Normed
 
 
 class SwiGLU(nn.Module):
@@ -19,7 +20,7 @@ class SwiGLU(nn.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * inner_size, dtype, device, quantized)
         self.down_proj = Linear(inner_size, hidden_size, dtype, device, quantized)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor | Normed) -> Tensor:
         """[T, hidden_size] -> the same."""
         gate_TI, up_TI = torch.chunk(self.gate_up_proj(x_TD), 2, dim=-1)
         out_TD: Tensor = self.down_proj(functional.silu(gate_TI) * up_TI)

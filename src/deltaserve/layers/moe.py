@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deltaserve.layers.linear import FP8, Linear
 from deltaserve.layers.mlp import SwiGLU
+from deltaserve.layers.normed import Normed
 from deltaserve.ops.moe.api import allocate, allocate_scales, sparse_moe, takes_shared
 
 
@@ -57,9 +58,11 @@ class SparseMoe(nn.Module):
                 if quantized:
                     projection.weight_scale_inv = _view(self.held[f"{which}_scale"][num_experts])
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor | Normed) -> Tensor:
         """[T, hidden_size] -> the same."""
         scores_TF = self.router(x_TD)
+        if isinstance(x_TD, Normed):
+            x_TD = x_TD.norm
         y_TD = sparse_moe(x_TD, scores_TF, top_k=self.top_k, renormalize=self.renormalize, **self.held)
         if self.holds_shared:
             return y_TD

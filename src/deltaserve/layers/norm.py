@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from deltaserve.layers.linear import weight
+from deltaserve.layers.normed import Normed
 from deltaserve.ops.norm.api import add_gemma_rms_norm, gemma_rms_norm
 
 
@@ -20,6 +21,10 @@ class GemmaNorm(nn.Module):
     def forward(self, x_D: Tensor) -> Tensor:
         """[..., width] -> the same."""
         return gemma_rms_norm(x_D, self.weight_plus_one, self.eps)
+
+    def later(self, x_TD: Tensor, residual_TD: Tensor) -> Normed:
+        """As `add`, but computed by whoever needs it first."""
+        return Normed(x_TD, residual_TD, self.weight_plus_one, self.eps)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of `residual + x`, and that sum."""

@@ -39,10 +39,10 @@ class Block(nn.Module):
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """`x` is what the layer below adds to `residual`; returns the same pair for the layer above."""
-        x_TD, residual_TD = self.input_norm.add(x_TD, residual_TD)
-        x_TD = self.mixer(x_TD, context)
-        x_TD, residual_TD = self.post_norm.add(x_TD, residual_TD)
-        return self.mlp(x_TD), residual_TD
+        normed = self.input_norm.later(x_TD, residual_TD)
+        x_TD = self.mixer(normed, context)
+        normed = self.post_norm.later(x_TD, normed.total)
+        return self.mlp(normed), normed.total
 
 
 def make_mixer(

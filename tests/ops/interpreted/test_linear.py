@@ -9,7 +9,8 @@ from torch import Tensor
 from deltaserve.ops.linear import reference
 from deltaserve.ops.linear.triton_fp8 import quantize_rows
 from deltaserve.ops.linear.triton_gemm import Tiles, gemm
-from deltaserve.ops.linear.triton_gemv import gemv, gemv_beside
+from deltaserve.ops.linear.triton_gemv import gemv, gemv_beside, norm_gemv
+from deltaserve.ops.norm.reference import add_gemma_rms_norm
 from tests.ops.guarded import guarded, relative
 
 LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3}
@@ -46,6 +47,27 @@ def test_a_plain_weight_beside_another(tokens: int, quantized: bool) -> None:
     expected = reference.linear(x, weight, scale), x.double() @ beside.double().t()
     for output, exact in zip(outputs, expected, strict=True):
         assert relative(output, exact) < 1e-5
+
+
+@pytest.mark.parametrize("width", [64, 200, 256])
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_norm_before_the_product(width: int, quantized: bool, dtype: torch.dtype) -> None:
+    x, residual, gain = torch.randn(1, width).to(dtype), torch.randn(1, width).to(dtype), torch.rand(width)
+    weight: Tensor = torch.randn(130, width)
+    scale: Tensor | None = None
+    weight, scale = reference.quantize_weight(weight) if quantized else (weight.to(dtype), None)
+    expected_norm, expected_total = add_gemma_rms_norm(x, residual, gain, 1e-6)
+    for beside in (None, torch.randn(9, width).to(dtype)):
+        with guarded():
+            output, other, norm, total = norm_gemv(x, residual, gain, 1e-6, weight, scale, beside, rows=4)
+        assert torch.equal(total, expected_total)
+        assert relative(norm, expected_norm) < (1e-6 if dtype == torch.float32 else 1e-3)
+        limit = 1e-5 if dtype == torch.float32 else 2e-3
+        assert relative(output, reference.linear(norm, weight, scale, torch.float64)) < limit
+        assert (other is None) == (beside is None)
+        if other is not None and beside is not None:
+            assert relative(other, norm.double() @ beside.double().t()) < limit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.linear import reference
+from deltaserve.ops.norm.api import add_gemma_rms_norm
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -45,6 +46,28 @@ def linear_beside(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, besi
 
         return gpu.linear_beside(x_TI, weight_OI, scale_oi, beside_PI)
     return linear(x_TI, weight_OI, scale_oi), linear(x_TI, beside_PI)
+
+
+def norm_linear(
+    x_TI: Tensor,
+    residual_TI: Tensor,
+    weight_plus_one_I: Tensor,
+    eps: float,
+    weight_OI: Tensor,
+    scale_oi: Tensor | None = None,
+    beside_PI: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """`add_gemma_rms_norm` of x and residual, and `linear` or, with a second weight, `linear_beside` of that norm.
+
+    Returns [T, O]; [T, P] or None; the norm and the sum [T, I]. All as x in dtype.
+    """
+    if has_kernels(x_TI):
+        from deltaserve.ops.linear import gpu
+
+        return gpu.norm_linear(x_TI, residual_TI, weight_plus_one_I, eps, weight_OI, scale_oi, beside_PI)
+    normed_TI, total_TI = add_gemma_rms_norm(x_TI, residual_TI, weight_plus_one_I, eps)
+    y_TP = None if beside_PI is None else linear(normed_TI, beside_PI)
+    return linear(normed_TI, weight_OI, scale_oi), y_TP, normed_TI, total_TI
 
 
 def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@
 | 1        | triton_gemv        | triton_gemv                                                  |
 | to 4     | the same, if small | triton_gemm                                                  |
 | to 64    | triton_gemm        | triton_gemm                                                  |
-| more     | torch              | the vendor's blockwise product where it is, else triton_gemm |
+| more     | torch, if even     | the vendor's blockwise product where it is, else triton_gemm |
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from deltaserve.ops.linear import reference
 
 SMALL = 64
 """Tokens up to which streaming the weight is the cost."""
+NORMS_INSIDE = True
+"""Whether the projection of one token norms its input itself: a launch less."""
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -31,8 +33,9 @@ def linear(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, dtype: torc
         return gemv(x_TI, weight_OI, scale_oi, dtype)
     if tokens > SMALL:
         if scale_oi is None:
-            return dense(x_TI, weight_OI, dtype)
-        if has_blockwise(x_TI, weight_OI, dtype):
+            if not is_uneven(weight_OI):
+                return dense(x_TI, weight_OI, dtype)
+        elif has_blockwise(x_TI, weight_OI, dtype):
             return blockwise(x_TI, weight_OI, scale_oi)
     from deltaserve.ops.linear.triton_gemm import gemm
 
@@ -48,10 +51,37 @@ def linear_beside(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, besi
     return linear(x_TI, weight_OI, scale_oi, x_TI.dtype), linear(x_TI, beside_PI, None, x_TI.dtype)
 
 
+def norm_linear(
+    x_TI: Tensor,
+    residual_TI: Tensor,
+    gain_I: Tensor,
+    eps: float,
+    weight_OI: Tensor,
+    scale_oi: Tensor | None,
+    beside_PI: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """As api.norm_linear."""
+    from deltaserve.ops.linear import triton_gemv
+    from deltaserve.ops.norm.api import add_gemma_rms_norm
+
+    if NORMS_INSIDE and x_TI.shape[0] == 1 and x_TI.shape[1] <= triton_gemv.MAX_BLOCK:
+        return triton_gemv.norm_gemv(x_TI, residual_TI, gain_I, eps, weight_OI, scale_oi, beside_PI)
+    normed_TI, total_TI = add_gemma_rms_norm(x_TI, residual_TI, gain_I, eps)
+    if beside_PI is None:
+        return linear(normed_TI, weight_OI, scale_oi, x_TI.dtype), None, normed_TI, total_TI
+    return *linear_beside(normed_TI, weight_OI, scale_oi, beside_PI), normed_TI, total_TI
+
+
 def takes_gemv(tokens: int, weight_OI: Tensor, scale_oi: Tensor | None) -> bool:
     """Whether a product is too small for matrix units. On an H200 these are faster from 2 tokens on with a quantised
     weight, and from 3 on with a large one."""
     return tokens == 1 or (scale_oi is None and (tokens == 2 or (tokens <= 4 and weight_OI.shape[0] <= 4096)))
+
+
+def is_uneven(weight_OI: Tensor) -> bool:
+    """Whether a weight of 16 bits has a height or width that takes the vendor's slow way: a router with a row more than
+    experts costs 252 us for 8,192 tokens on an H200, several times its share."""
+    return weight_OI.element_size() == 2 and (weight_OI.shape[0] % 8 != 0 or weight_OI.shape[1] % 8 != 0)
 
 
 def dense(x_TI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
@@ -62,9 +92,11 @@ def dense(x_TI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def has_blockwise(x_TI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies these in blocks: Hopper only, and sizes that fill its blocks and rows of scales."""
+    """Whether torch multiplies these in blocks: Hopper only, sizes that fill its blocks and rows of scales, and enough
+    tiles of 128 x 128 for half of the multiprocessors, since it splits none."""
     height, width = weight_OI.shape
-    fits = width % 512 == 0 and height % 16 == 0
+    tiles = -(-height // 128) * -(-x_TI.shape[0] // 128)
+    fits = width % 512 == 0 and height % 16 == 0 and tiles >= properties(x_TI.device).num_sms // 2
     return fits and dtype == torch.bfloat16 and properties(x_TI.device).is_hopper
 
 

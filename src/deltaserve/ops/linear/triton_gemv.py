@@ -4,9 +4,14 @@ A program owns BO rows of the weight, whole (up to 4,096 wide): 16 KiB, or 8 of 
 once, 16 bytes per load, before the input is looked at; several programs per multiprocessor keep about 100 KiB in
 flight. Scales of weight and input are multiplied into the input, which is tiny: a weight costs its conversion and one
 multiplication. A second, plain weight of the same input may stand beside the first: the last programs own its rows.
+
+The input of one token may come as a sum that is yet to be normed: every program then norms it for itself, from the
+cache, while its part of the weight is on the way, and the first program also leaves the sum and the norm in memory.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import triton
@@ -15,7 +20,7 @@ from torch import Tensor
 
 from deltaserve.ops.gpu import properties
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
-from deltaserve.ops.linear.triton_fp8 import fp8_way, scaled_input, widen
+from deltaserve.ops.linear.triton_fp8 import fp8_way, quantize, scaled_input, widen
 
 MAX_TOKENS = 4
 MAX_BLOCK = 4096
@@ -30,6 +35,142 @@ def row_products(x_ptr, w, scale_ptr, y_ptrs, kept, WIDTH: tl.constexpr, BK: tl.
     x = scaled_input(x_ptr, scale_ptr, 0, WIDTH, BK, FP8)
     y = tl.sum(widen(w, FP8) * x[None, :], 1)
     tl.store(y_ptrs, y.to(y_ptrs.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def scaled_norm(
+    x_ptr,
+    residual_ptr,
+    gain_ptr,
+    scale_ptr,
+    sum_ptr,
+    normed_ptr,
+    eps,
+    is_first,
+    WIDTH: tl.constexpr,
+    BK: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """As `scaled_input`, of the norm of x + residual: both are rounded to x's dtype. The first program stores them."""
+    k = tl.arange(0, BK)
+    inside = k < WIDTH
+    gain = tl.load(gain_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    total = (x + residual).to(x_ptr.dtype.element_ty)
+    wide = total.to(tl.float32)
+    normed = (wide * (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps)) * gain).to(x_ptr.dtype.element_ty)
+    if is_first:
+        tl.store(sum_ptr + k, total, mask=inside)
+        tl.store(normed_ptr + k, normed, mask=inside)
+    x = normed.to(tl.float32)
+    if FP8 != 0:
+        x_q, scale = quantize(tl.reshape(x, (BK // 128, 128)), FP8)
+        block = tl.arange(0, BK // 128)
+        scale *= tl.load(scale_ptr + block, mask=block * 128 < WIDTH, other=0.0)
+        x = tl.reshape(x_q.to(tl.float32) * scale[:, None], (BK,))
+    return x
+
+
+@triton.jit
+def project_norm(
+    x_ptr,
+    residual_ptr,
+    gain_ptr,
+    sum_ptr,
+    normed_ptr,
+    eps,
+    w_ptr,
+    scale_ptr,
+    y_ptr,
+    start,
+    is_first,
+    height,
+    WIDTH: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    FP8: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """As `project`, of one token's x + residual after its norm."""
+    o = start + tl.arange(0, BO)
+    kept = o < height
+    k = tl.arange(0, BK)[None, :]
+    w_ptrs = w_ptr + o.to(tl.int64)[:, None] * WIDTH + k
+    w = tl.load(w_ptrs, mask=kept[:, None] & (k < WIDTH), other=0.0, eviction_policy="evict_first")
+    scale_ptr += (start // 128) * ((WIDTH + 127) // 128)
+    wait_for_inputs(EARLY)
+    x = scaled_norm(x_ptr, residual_ptr, gain_ptr, scale_ptr, sum_ptr, normed_ptr, eps, is_first, WIDTH, BK, FP8)
+    y = tl.sum(widen(w, FP8) * x[None, :], 1)
+    tl.store(y_ptr + o, y.to(y_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit(do_not_specialize=["height", "height_beside", "eps"])
+def norm_gemv_kernel(
+    x_ptr,
+    residual_ptr,
+    gain_ptr,
+    sum_ptr,
+    normed_ptr,
+    eps,
+    w_ptr,
+    scale_ptr,
+    y_ptr,
+    beside_ptr,
+    y_beside_ptr,
+    height,
+    height_beside,
+    WIDTH: tl.constexpr,
+    BO: tl.constexpr,
+    BESIDE: tl.constexpr,
+    BK: tl.constexpr,
+    FP8: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One token's. BESIDE as in `gemv_kernel`."""
+    let_next_start(EARLY)
+    program = tl.program_id(0)
+    own = tl.cdiv(height, BO)
+    if program < own:
+        project_norm(
+            x_ptr,
+            residual_ptr,
+            gain_ptr,
+            sum_ptr,
+            normed_ptr,
+            eps,
+            w_ptr,
+            scale_ptr,
+            y_ptr,
+            program * BO,
+            program == 0,
+            height,
+            WIDTH,
+            BO,
+            BK,
+            FP8,
+            EARLY,
+        )
+    elif BESIDE > 0:
+        project_norm(
+            x_ptr,
+            residual_ptr,
+            gain_ptr,
+            sum_ptr,
+            normed_ptr,
+            eps,
+            beside_ptr,
+            beside_ptr,
+            y_beside_ptr,
+            (program - own) * BESIDE,
+            False,
+            height_beside,
+            WIDTH,
+            BESIDE,
+            BK,
+            0,
+            EARLY,
+        )
 
 
 @triton.jit
@@ -159,6 +300,70 @@ def gemv_beside(
     return _launch(x_TI, weight_OI, scale_oi, beside_PI.contiguous(), x_TI.dtype, rows, num_warps, early)
 
 
+def norm_gemv(
+    x_TI: Tensor,
+    residual_TI: Tensor,
+    gain_I: Tensor,
+    eps: float,
+    weight_OI: Tensor,
+    scale_oi: Tensor | None,
+    beside_PI: Tensor | None,
+    rows: int = 0,
+    num_warps: int = 4,
+    early: bool | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The products [1, O] and, with a second weight, [1, P] of the Gemma norm of x + residual [1, I], whose gain is
+    1 + w; then that norm and that sum. All as x in dtype; I up to MAX_BLOCK.
+
+    Variants: I, dtypes, whether there is a second weight, and `rows`.
+    """
+    width, height = x_TI.shape[1], weight_OI.shape[0]
+    assert x_TI.shape == (1, width) == residual_TI.shape, f"linear: {tuple(x_TI.shape)} is not one token"
+    assert width <= MAX_BLOCK, f"linear: {width} inputs, at most {MAX_BLOCK}"
+    new = partial(torch.empty, dtype=x_TI.dtype, device=x_TI.device)
+    y_TO, normed_TI, total_TI = new(1, height), new(1, width), new(1, width)
+    y_TP = None if beside_PI is None else new(1, beside_PI.shape[0])
+    weight, way = fp8_way(weight_OI.contiguous(), scale_oi)
+    rows, rows_beside, programs = _shares(weight, way, beside_PI, 1, rows)
+    norm_gemv_kernel[(programs,)](
+        x_TI.contiguous(),
+        residual_TI.contiguous(),
+        gain_I,
+        total_TI,
+        normed_TI,
+        eps,
+        weight,
+        weight if scale_oi is None else scale_oi,
+        y_TO,
+        weight if beside_PI is None else beside_PI,
+        y_TO if y_TP is None else y_TP,
+        height,
+        0 if beside_PI is None else beside_PI.shape[0],
+        WIDTH=width,
+        BO=rows,
+        BESIDE=rows_beside,
+        BK=max(128, triton.next_power_of_2(width)),
+        FP8=way,
+        num_warps=num_warps,
+        **early_options(x_TI.device, early),
+    )
+    return y_TO, y_TP, normed_TI, total_TI
+
+
+def _shares(weight: Tensor, way: int, beside: Tensor | None, tokens: int, rows: int) -> tuple[int, int, int]:
+    """Rows of a program, those of a second weight (0 without one), and programs."""
+    height, width = weight.shape
+    block = min(MAX_BLOCK, max(128, triton.next_power_of_2(width)))
+    share = QUANTIZED_BYTES if way and tokens == 1 else PLAIN_BYTES
+    num_sms = properties(weight.device).num_sms
+    rows = rows or rows_per_program(height, block * weight.element_size(), share, num_sms)
+    programs = triton.cdiv(height, rows)
+    if beside is None:
+        return rows, 0, programs
+    rows_beside = max(1, min(rows, QUANTIZED_BYTES // (block * beside.element_size())))
+    return rows, rows_beside, programs + triton.cdiv(beside.shape[0], rows_beside)
+
+
 def _launch(
     x_TI: Tensor,
     weight_OI: Tensor,
@@ -174,15 +379,11 @@ def _launch(
     y_TO = torch.empty(tokens, height, dtype=dtype, device=x_TI.device)
     weight, way = fp8_way(weight_OI.contiguous(), scale_oi)
     block = min(MAX_BLOCK, max(128, triton.next_power_of_2(width)))
-    num_sms = properties(x_TI.device).num_sms
-    share = QUANTIZED_BYTES if way and tokens == 1 else PLAIN_BYTES
-    rows = rows or rows_per_program(height, block * weight.element_size(), share, num_sms)
-    programs, y_TP, height_beside, rows_beside = triton.cdiv(height, rows), y_TO, 0, 0
+    rows, rows_beside, programs = _shares(weight, way, beside_PI, tokens, rows)
+    y_TP, height_beside = y_TO, 0
     if beside_PI is not None:
         height_beside = beside_PI.shape[0]
         y_TP = torch.empty(tokens, height_beside, dtype=dtype, device=x_TI.device)
-        rows_beside = max(1, min(rows, QUANTIZED_BYTES // (block * beside_PI.element_size())))
-        programs += triton.cdiv(height_beside, rows_beside)
     gemv_kernel[(programs,)](
         x_TI.contiguous(),
         weight,

@@ -1,0 +1,46 @@
+"""The norm of the residual stream as an input not yet computed: the first projection of it may do so in its own launch.
+
+Shape letters: T tokens of the step, D hidden width, O and P widths of projections.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deltaserve.ops.linear.api import linear, linear_beside, norm_linear
+from deltaserve.ops.norm.api import add_gemma_rms_norm
+
+
+class Normed:
+    """The norm of `x + residual`, and that sum, [T, D] both; computed once, by whoever asks first."""
+
+    def __init__(self, x_TD: Tensor, residual_TD: Tensor, weight_plus_one_D: Tensor, eps: float) -> None:
+        self._input = x_TD, residual_TD, weight_plus_one_D, eps
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    def project(
+        self, weight_OD: Tensor, scale_od: Tensor | None, beside_PD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Its products with a weight, [T, O], and with a second, plain one, [T, P]."""
+        if self._made is None:
+            y_TO, y_TP, *made = norm_linear(*self._input, weight_OD, scale_od, beside_PD)
+            self._made = made[0], made[1]
+            return y_TO, y_TP
+        if beside_PD is None:
+            return linear(self.norm, weight_OD, scale_od), None
+        return linear_beside(self.norm, weight_OD, scale_od, beside_PD)
+
+    @property
+    def norm(self) -> Tensor:
+        """[T, D]"""
+        return self._both()[0]
+
+    @property
+    def total(self) -> Tensor:
+        """[T, D]: the residual stream for the next norm."""
+        return self._both()[1]
+
+    def _both(self) -> tuple[Tensor, Tensor]:
+        if self._made is None:
+            self._made = add_gemma_rms_norm(*self._input)
+        return self._made
