@@ -86,7 +86,10 @@ def prompt_part(lengths: Sequence[int], part: str, config: dict[str, Any]) -> Se
         given = layer(layout, len(lengths), torch.float32)
         conv_names = ("mixed_TC", "conv_weight_CW", "conv_pool_SWC", "layout")
         mixed, weight, pool, _ = (given[name] for name in conv_names)
-        conv = partial(triton_conv.conv, mixed, weight, pool, layout, layout.segments[0], (K_HEADS, WIDTH, WIDTH))
+        conv_config = config if part == "conv" else {}
+        conv = partial(
+            triton_conv.conv, mixed, weight, pool, layout, layout.segments[0], (K_HEADS, WIDTH, WIDTH), **conv_config
+        )
         if part == "conv":
             calls.append(conv)
             continue
@@ -132,6 +135,8 @@ def cases() -> list[Case]:
         num_bytes = tokens * 2.0 * (HIDDEN_PARTS + VALUES)
         found.append(Case(f"gdn prompt {name}", partial(prompts, lengths), num_bytes, flops))
         found.append(Case(f"gdn conv {name}", partial(prompt_part, lengths, "conv", {}), tokens * 4.0 * CHANNELS))
+        call = partial(prompt_part, lengths, "conv", {"num_groups": 4})
+        found.append(Case(f"gdn conv {name} groups=4", call, tokens * 4.0 * CHANNELS))
         rule_bytes = tokens * 2.0 * (CHANNELS + 2 * V_HEADS + VALUES)
         for option, config in rules.items():
             call = partial(prompt_part, lengths, "rule", config)

@@ -36,7 +36,7 @@ def causal_conv(x_TC: Tensor, weight_CW: Tensor, pool_SWC: Tensor, layout: Layou
     )
     assert taps >= 2, f"conv: {taps} tap leaves no window to keep"
     assert pool_SWC.dtype == x_TC.dtype, f"conv: pool is {pool_SWC.dtype}, input {x_TC.dtype}"
-    if has_kernels(x_TC):
+    if has_kernels(x_TC) and taps <= 4:
         from deltaserve.ops.conv import triton_conv
 
         parts = [triton_conv.conv(x_TC, weight_CW, pool_SWC, layout, segment) for segment in layout.segments]
