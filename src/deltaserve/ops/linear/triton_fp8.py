@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaserve.ops.gpu import properties
+from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 
 
 def fp8_way(weight: Tensor, scale: Tensor | None) -> tuple[Tensor, int]:
@@ -91,8 +92,18 @@ def scaled_input(x_ptr, scale_ptr, start, WIDTH: tl.constexpr, BK: tl.constexpr,
 
 @triton.jit(do_not_specialize=["tokens", "stride"])
 def quantize_rows_kernel(
-    x_ptr, q_ptr, scale_ptr, tokens, stride, WIDTH: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    tokens,
+    stride,
+    WIDTH: tl.constexpr,
+    BK: tl.constexpr,
+    FP8: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     x = tl.load(x_ptr + t * WIDTH + k, mask=k < tl.where(t < tokens, WIDTH, 0), other=0.0).to(tl.float32)
@@ -103,7 +114,7 @@ def quantize_rows_kernel(
     tl.store(scale_ptr + block * stride + t, scale, mask=block * 128 < WIDTH)
 
 
-def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x_TI: Tensor, early: bool | None = None) -> tuple[Tensor, Tensor]:
     """[T, I] -> e4m3 [T', I] and float32 scales [T', i] that stand column by column in memory, as the vendor's product
     wants them. T' is T up to a multiple of 4, the rows past T are zero. One program per row, bytes move once."""
     tokens, width = x_TI.shape
@@ -114,6 +125,15 @@ def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     block = min(2048, max(128, triton.next_power_of_2(width)))
     grid = (padded, triton.cdiv(width, block))
     quantize_rows_kernel[grid](
-        x_TI.contiguous(), out, scale, tokens, padded, WIDTH=width, BK=block, FP8=way, num_warps=4 if block > 512 else 1
+        x_TI.contiguous(),
+        out,
+        scale,
+        tokens,
+        padded,
+        WIDTH=width,
+        BK=block,
+        FP8=way,
+        num_warps=4 if block > 512 else 1,
+        **early_options(x_TI.device, early),
     )
     return x_q, scale.t()

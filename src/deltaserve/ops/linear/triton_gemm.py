@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaserve.ops.gpu import properties
+from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 from deltaserve.ops.linear.triton_fp8 import fp8_way, operand, quantize, quantize_rows
 
 MAX_TILES = 4096
@@ -70,11 +71,16 @@ def products(
     FLIP: tl.constexpr,
 ):
     """acc plus the product of rows of a weight [BO, 1] and of tokens [BT, 1], over the blocks `begin` to `end` of their
-    inputs. Scales are fetched one block ahead: they are not worth a stage of their own."""
+    inputs. Scales are fetched three blocks ahead: they are not worth a stage of their own, but come from afar."""
+    last = end - 1
     if FP8 != 0:
-        w_scale = tl.load(w_scale_ptr + begin, mask=begin < end, other=0.0)
+        second, third = tl.minimum(begin + 1, last), tl.minimum(begin + 2, last)
+        w_scale = tl.load(w_scale_ptr + tl.minimum(begin, last))
+        w_scale_1, w_scale_2 = tl.load(w_scale_ptr + second), tl.load(w_scale_ptr + third)
         if READY:
-            x_scale = tl.load(x_scale_ptrs + begin * stride, mask=kept_t, other=0.0)
+            x_scale = tl.load(x_scale_ptrs + tl.minimum(begin, last) * stride, mask=kept_t, other=0.0)
+            x_scale_1 = tl.load(x_scale_ptrs + second * stride, mask=kept_t, other=0.0)
+            x_scale_2 = tl.load(x_scale_ptrs + third * stride, mask=kept_t, other=0.0)
     for block in range(begin, end):
         k = block * BK + tl.arange(0, BK)[None, :]
         w = tl.load(w_ptrs + k, mask=kept_o[:, None] & (k < WIDTH), other=0.0)
@@ -85,15 +91,17 @@ def products(
             else:
                 acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
-            following = tl.minimum(block + 1, end - 1)
-            next_w_scale = tl.load(w_scale_ptr + following)
+            following = tl.minimum(block + 3, last)
+            w_scale_3 = tl.load(w_scale_ptr + following)
             if READY:
+                x_scale_3 = tl.load(x_scale_ptrs + following * stride, mask=kept_t, other=0.0)
                 acc += multiply(operand(w, FP8), operand(x, FP8), FLIP) * along_tokens(x_scale * w_scale, FLIP)
-                x_scale = tl.load(x_scale_ptrs + following * stride, mask=kept_t, other=0.0)
+                x_scale, x_scale_1, x_scale_2 = x_scale_1 + 0.0, x_scale_2 + 0.0, x_scale_3
             else:
                 x_q, own_scale = quantize(x.to(tl.float32), FP8)
                 acc += multiply(operand(w, FP8), x_q, FLIP) * along_tokens(own_scale * w_scale, FLIP)
-            w_scale = next_w_scale
+            # Each is computed anew: loops in which a value is handed on as it is are not run in stages.
+            w_scale, w_scale_1, w_scale_2 = w_scale_1 + 0.0, w_scale_2 + 0.0, w_scale_3
     return acc
 
 
@@ -116,7 +124,10 @@ def gemm_kernel(
     SPLIT: tl.constexpr,
     FP8: tl.constexpr,
     READY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
     num_o, num_t = tl.cdiv(height, BO), tl.cdiv(tokens, BT)
     tile, split = tl.program_id(0), tl.program_id(1)
     group = tile // (GROUP * num_o)
@@ -182,15 +193,22 @@ def _counters(device: torch.device) -> Tensor:
 
 
 def choose_tiles(tokens: int, height: int, width: int, quantized: bool, num_sms: int, shared_bytes: int) -> Tiles:
-    """Few tokens: enough programs to fill the device, about 100 KiB in flight in each multiprocessor. Many: tiles that
-    read little twice. Fewer stages, and smaller tiles, where shared memory is small and e4m3 is widened in it."""
+    """Few tokens: about 100 KiB in flight in each multiprocessor, and more programs than fill the device, as each waits
+    for its blocks in turn. Many: tiles that read little twice, and two programs for each multiprocessor. A split leaves
+    four blocks to each program (two of plain weights). Fewer stages, and smaller tiles, where shared memory is small
+    and e4m3 is widened in it."""
     small, stages = shared_bytes < 96 << 10, 4 if shared_bytes > 200 << 10 else 2
+    tokens = triton.next_power_of_2(tokens)
     if tokens > 64:
-        return Tiles(64, 64, stages=stages, ready=quantized) if small else Tiles(128, 128, 1, 8, 3, quantized)
-    narrow = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    outputs = 128 if height >= 128 * 4 * num_sms and not small else 64
-    split, blocks = 1, -(-width // 128)
-    while split * 2 <= min(blocks, 16) and split * -(-height // outputs) < num_sms:
+        narrow = 64 if quantized or small or tokens <= 512 else 128
+        outputs, programs, stages = 128 if quantized and not small else 64, 2 * num_sms, min(stages, 3)
+    else:
+        narrow = max(16, tokens)
+        outputs = 128 if height >= 128 * 4 * num_sms and not small else 64
+        programs = num_sms * ((6 if narrow == 16 else 3) if quantized else 2)
+    least = 4 if quantized else 2
+    split, tiles = 1, -(-height // outputs) * -(-tokens // narrow)
+    while split * 2 * least <= -(-width // 128) and split * 2 * tiles <= programs:
         split *= 2
     return Tiles(outputs, narrow, split, stages=stages, ready=quantized and tokens > 16)
 
@@ -201,10 +219,11 @@ def gemm(
     scale_oi: Tensor | None,
     dtype: torch.dtype,
     tiles: Tiles | None = None,
+    early: bool | None = None,
 ) -> Tensor:
     """x [T, I], weight [O, I] plain or e4m3 with scales [o, i] -> [T, O] in `dtype`.
 
-    Variants: I, dtypes, and `tiles`: four classes of T (16, 32, 64, more) and the split, which follows from the weight.
+    Variants: I, dtypes, and `tiles`: classes of T that end at powers of two (16 to 1,024), and the weight's height.
     """
     (tokens, width), height, device = x_TI.shape, weight_OI.shape[0], x_TI.device
     if tiles is None:
@@ -215,8 +234,9 @@ def gemm(
     x_TI, stride = x_TI.contiguous(), 0
     x_scale = weight
     if way and tiles.ready:
-        x_TI, x_scale = quantize_rows(x_TI)
+        x_TI, x_scale = quantize_rows(x_TI, early)
         x_TI, stride = fp8_way(x_TI, x_scale)[0], x_scale.stride(1)
+    block = 128 if way else (64 if tiles.tokens >= 128 else 128) // (weight.element_size() // 2) ** 2
     num_tiles = triton.cdiv(height, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
     parts = counters = y_TO
     if tiles.split > 1:
@@ -237,11 +257,12 @@ def gemm(
         WIDTH=width,
         BO=tiles.outputs,
         BT=tiles.tokens,
-        BK=128 if way or weight.element_size() == 2 else 32,
+        BK=block,
         SPLIT=tiles.split,
         FP8=way,
         READY=tiles.ready,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **early_options(device, early),
     )
     return y_TO

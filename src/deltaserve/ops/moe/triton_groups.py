@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaserve.ops.gpu import properties
+from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 from deltaserve.ops.linear.triton_fp8 import fp8_way, operand, quantize, quantize_rows, stored
 from deltaserve.ops.linear.triton_gemm import along_tokens, multiply, products
 from deltaserve.ops.moe.triton_members import add_up, group
@@ -37,6 +38,11 @@ class Tiles:
     stages: int = 3
     ready: bool = False
     """Whether inputs are quantised before they are multiplied: by a kernel of their own, and by `gate_up`."""
+    down_warps: int = 0
+    """As `warps` if 0, and so on."""
+    down_stages: int = 0
+    registers: int = 0
+    """Of each thread of `down` at most."""
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -60,7 +66,10 @@ def gate_up_kernel(
     FP8: tl.constexpr,
     READY: tl.constexpr,
     TYPE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
     COLUMNS: tl.constexpr = (INNER + BI - 1) // BI
     tile, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
     if tile >= tl.load(count_ptr):
@@ -141,7 +150,10 @@ def down_kernel(
     BK: tl.constexpr,
     FP8: tl.constexpr,
     READY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
     COLUMNS: tl.constexpr = (WIDTH + BO - 1) // BO
     tile, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
     if tile >= tl.load(count_ptr):
@@ -183,10 +195,10 @@ def choose_tiles(pairs: int, num_experts: int, quantized: bool, shared_bytes: in
     smaller tiles where shared memory is small, and e4m3 is widened in registers."""
     mean, large = pairs / num_experts, shared_bytes > 200 << 10
     if mean <= 8:
-        return Tiles(16, 64, 64, stages=3 if large else 2)
+        return Tiles(16, 128, 128, ready=True) if quantized and large else Tiles(16, 64, 64, stages=3 if large else 2)
     if not (quantized and large):
         return Tiles(32 if mean <= 24 or not large else 64, 64, 64, stages=3 if large else 2)
-    return Tiles(32, 128, 128, 4, 3, True) if mean <= 24 else Tiles(64, 128, 128, 8, 3, True)
+    return Tiles(32, 128, 128, 4, 3, True) if mean <= 24 else Tiles(64, 128, 128, 4, 2, True, 4, 3, 168)
 
 
 def grouped(
@@ -200,9 +212,10 @@ def grouped(
     count: Tensor,
     tiles: Tiles | None = None,
     shared: bool = False,
+    early: bool | None = None,
 ) -> Tensor:
     """x [T, D], w13 [E, 2I, D] and w2 [E, D, I] plain or e4m3, weights float32 and ids int32 [T, K], `count` as `route`
-    gives it -> [T, D] as x.
+    gives it -> [T, D] as x. `shared` as in `group`.
 
     Variants: shapes of the weights, K, dtypes, and three classes of pairs per expert (`choose_tiles`).
     """
@@ -210,19 +223,19 @@ def grouped(
     pairs, device = ids_TK.numel(), x_TD.device
     if tiles is None:
         tiles = choose_tiles(pairs, num_experts, w13_scale is not None, properties(device).shared_bytes)
-    members, experts = group(ids_TK, count, num_experts, tiles.pairs, shared)
+    members, experts = group(ids_TK, count, num_experts, tiles.pairs, shared, early)
     (w13, way), w2 = fp8_way(w13, w13_scale), fp8_way(w2, w2_scale)[0]
     ready = tiles.ready and way > 0
     x_in, stride, x_scale = x_TD.contiguous(), 0, w13
     h, h_scale = torch.empty(pairs, inner, dtype=x_TD.dtype, device=device), w13
     if ready:
         assert tiles.inner == 128, f"moe: {tiles.inner} inner columns are not a block"
-        x_in, x_scale = quantize_rows(x_TD)
+        x_in, x_scale = quantize_rows(x_TD, early)
         x_in, stride = fp8_way(x_in, x_scale)[0], x_scale.stride(1)
         h = torch.empty(pairs, inner, dtype=w13.dtype, device=device)
         h_scale = torch.empty(pairs, -(-inner // 128), dtype=torch.float32, device=device)
     shapes = {"WIDTH": width, "INNER": inner, "BM": tiles.pairs, "BK": 128 if way else 128 // w13.element_size()}
-    options = {"FP8": way, "READY": ready, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    options = {"FP8": way, "READY": ready, **early_options(device, early)}
     tables = members, experts, count
     gate_up_kernel[(len(experts) * triton.cdiv(inner, tiles.inner),)](
         x_in,
@@ -236,13 +249,28 @@ def grouped(
         K=ids_TK.shape[1],
         BI=tiles.inner,
         TYPE=TYPES[x_TD.dtype],
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
         **shapes,
         **options,
     )
     # Few rows are kept exact; of many, the bytes count.
     y_PD = torch.empty(pairs, width, dtype=x_TD.dtype if tiles.ready else torch.float32, device=device)
     w2_scale = w2 if w2_scale is None else w2_scale
+    if tiles.registers and properties(device).is_hopper:
+        options["maxnreg"] = tiles.registers
     down_kernel[(len(experts) * triton.cdiv(width, tiles.outputs),)](
-        h, h_scale, w2, w2_scale, weights_TK, y_PD, *tables, BO=tiles.outputs, **shapes, **options
+        h,
+        h_scale,
+        w2,
+        w2_scale,
+        weights_TK,
+        y_PD,
+        *tables,
+        BO=tiles.outputs,
+        num_warps=tiles.down_warps or tiles.warps,
+        num_stages=tiles.down_stages or tiles.stages,
+        **shapes,
+        **options,
     )
-    return add_up(y_PD, ids_TK.shape[1], x_TD.dtype)
+    return add_up(y_PD, ids_TK.shape[1], x_TD.dtype, early)
