@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -96,8 +98,11 @@ def test_chunks_of_equal_keys(decay: float, beta: float, dtype: torch.dtype) -> 
     net.conv_weight[128:256] = net.conv_weight[128:256].abs()
     before = net.copy("cuda")
     out = net.run()
-    # Equal keys answer with one value, the sum of 64 corrections that cancel, each rounded to bf16.
-    check(net, out, before, 1e-4 if dtype == F32 else 5e-2, 1e-4 if dtype == F32 else 2e-2)
+    # Equal keys answer with one value: the sum of 64 corrections that cancel, differences of two values (sqrt 2 times as
+    # long as one), each with four roundings to bf16 (the inverse, u, w S and n) of up to 2**-9. Twice what they make
+    # together if they are independent: in float64 with these roundings alone, eight draws err by 0.012 to 0.053.
+    rounded = 2 * (64 * 4 * 2) ** 0.5 * 2**-9
+    check(net, out, before, 1e-4 if dtype == F32 else rounded, 1e-4 if dtype == F32 else rounded)
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -124,9 +129,11 @@ def test_a_prompt_waits_for_nothing() -> None:
     net = Net.random(BIG, chunk_rows([200, 7], [0, 65]), BF16, F32, "cuda")
     before, arguments = net.copy("cuda"), net.arguments()
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        out = gated_delta_net(**arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            out = gated_delta_net(**arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
     check(net, out, before, 1e-2, 1e-2)
