@@ -98,8 +98,8 @@ def test_chunks_of_equal_keys(decay: float, beta: float, dtype: torch.dtype) -> 
     net.conv_weight[128:256] = net.conv_weight[128:256].abs()
     before = net.copy("cuda")
     out = net.run()
-    # Equal keys answer with one value: the sum of 64 corrections that cancel, differences of two values (sqrt 2 times as
-    # long as one), each with four roundings to bf16 (the inverse, u, w S and n) of up to 2**-9. Twice what they make
+    # Equal keys answer with one value: the sum of 64 corrections that cancel, differences of two values (sqrt 2 times
+    # as long as one), each with four roundings to bf16 (the inverse, u, w S and n) of up to 2**-9. Twice what they make
     # together if they are independent: in float64 with these roundings alone, eight draws err by 0.012 to 0.053.
     rounded = 2 * (64 * 4 * 2) ** 0.5 * 2**-9
     check(net, out, before, 1e-4 if dtype == F32 else rounded, 1e-4 if dtype == F32 else rounded)
