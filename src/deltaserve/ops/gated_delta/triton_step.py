@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaserve.ops.layout import Layout, Segment
+from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 
 TAPS = 4
 """Of the convolution; its window is in registers by name."""
@@ -92,9 +93,11 @@ def step_kernel(
     BV: tl.constexpr,
     ONE: tl.constexpr,
     RAGGED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid [value heads, rows]: the value heads of a key head are neighbours. Tokens of a row: ONE, or what cu_seqlens
     says if RAGGED, or `length`."""
+    let_next_start(EARLY)
     C: tl.constexpr = 2 * KH * K + VH * V
     GROUP: tl.constexpr = VH // KH
     head = tl.program_id(0)
@@ -146,6 +149,7 @@ def step_kernel(
     decay_bias = tl.load(dt_bias + head).to(tl.float32)
     gain = tl.load(norm_weight + v_index, mask=in_v, other=0).to(tl.float32)
 
+    wait_for_inputs(EARLY)
     keep = slot
     for i in range(tokens):
         token = first + i
@@ -276,4 +280,6 @@ def step(
         ONE=segment.max_len == 1,
         RAGGED=not segment.is_step and segment.max_len > 1,
         **options,
+        # Of several tokens, what is read before the wait does not fit the registers.
+        **early_options(mixed_TC.device, None if segment.max_len == 1 else False),
     )

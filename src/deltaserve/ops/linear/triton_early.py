@@ -10,7 +10,8 @@ Rules of every marked kernel:
 1. Every program waits, on every path, before it ends: so a kernel that has ended means that all before it have, too.
 2. Nothing is written before the wait: memory may still be read by kernels before it, or be theirs to write.
 3. Before the wait a kernel reads only what no kernel of the running chain writes: weights, and what a forward pass is
-   given (places of states, positions, block tables, contexts), which unmarked launches wrote before its first kernel.
+   given (places of states, positions, block tables, contexts). Unmarked launches wrote these, and an unmarked launch,
+   of the embedding, stands between them and the first marked one: what the very last launch wrote is not seen yet.
 4. More may be read where the kernel before it calls `let_next_start` after its own wait: then all but that one have
    ended. That is stated where it is used.
 
