@@ -38,7 +38,7 @@ def compile_groups(target: str, tiles: Tiles, way: int) -> tuple[Resources, Reso
         TARGETS[target],
         triton_groups.gate_up_kernel,
         signature_of(way, ready, "*fp32", stride="i32"),
-        constants | {"K": 11, "BI": tiles.inner, "TYPE": tl.bfloat16},
+        constants | {"K": 11, "BI": tiles.inner, "BK": tiles.step if ready else constants["BK"], "TYPE": tl.bfloat16},
         tiles.warps,
         tiles.stages,
     )

@@ -22,6 +22,8 @@ from deltaserve.ops.linear.triton_fp8 import fp8_way, operand, quantize, quantiz
 from deltaserve.ops.linear.triton_gemm import along_tokens, multiply, products
 from deltaserve.ops.moe.triton_members import add_up, group
 
+Tables = tuple[Tensor, Tensor, Tensor]
+"""Of `group`: each tile's pairs, its expert, and how many tiles there are."""
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -42,7 +44,10 @@ class Tiles:
     """As `warps` if 0, and so on."""
     down_stages: int = 0
     registers: int = 0
-    """Of each thread of `down` at most."""
+    """Of each thread at most."""
+    down_registers: int = 0
+    step: int = 128
+    """Inputs that `gate_up` multiplies at once, of a quantised weight."""
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -85,12 +90,13 @@ def gate_up_kernel(
     w_ptrs = w_ptr + expert * (2 * INNER * WIDTH) + i[:, None] * WIDTH
     NUM: tl.constexpr = (WIDTH + BK - 1) // BK
     ROWS: tl.constexpr = (INNER + 127) // 128
+    BLOCKS: tl.constexpr = (WIDTH + 127) // 128
     FLIP: tl.constexpr = BM >= 64
     gate = tl.zeros((BM, BI) if FLIP else (BI, BM), tl.float32)
     up = tl.zeros_like(gate)
     if FP8 != 0:
-        gate_scale_ptr = w_scale_ptr + (expert * (2 * ROWS) + (column * BI) // 128) * NUM
-        up_scale_ptr = gate_scale_ptr + ROWS * NUM
+        gate_scale_ptr = w_scale_ptr + (expert * (2 * ROWS) + (column * BI) // 128) * BLOCKS
+        up_scale_ptr = gate_scale_ptr + ROWS * BLOCKS
         gate_scale, up_scale = tl.load(gate_scale_ptr), tl.load(up_scale_ptr)
         if READY:
             x_scale = tl.load(x_scale_ptr + t, mask=kept_t, other=0.0)
@@ -108,7 +114,7 @@ def gate_up_kernel(
                 gate = tl.dot(w1, tl.trans(x), gate, input_precision="ieee")
                 up = tl.dot(w3, tl.trans(x), up, input_precision="ieee")
         else:
-            following = tl.minimum(block + 1, NUM - 1)
+            following = tl.minimum(block + 1, NUM - 1) * BK // 128
             next_gate_scale, next_up_scale = tl.load(gate_scale_ptr + following), tl.load(up_scale_ptr + following)
             if READY:
                 x_q = operand(x, FP8)
@@ -198,7 +204,100 @@ def choose_tiles(pairs: int, num_experts: int, quantized: bool, shared_bytes: in
         return Tiles(16, 128, 128, ready=True) if quantized and large else Tiles(16, 64, 64, stages=3 if large else 2)
     if not (quantized and large):
         return Tiles(32 if mean <= 24 or not large else 64, 64, 64, stages=3 if large else 2)
-    return Tiles(32, 128, 128, 4, 3, True) if mean <= 24 else Tiles(64, 128, 128, 4, 2, True, 4, 3, 168)
+    if mean <= 24:
+        return Tiles(32, 128, 128, ready=True)
+    # So that two programs of `gate_up` and three of `down` share a multiprocessor: one's products hide another's rest.
+    return Tiles(64, 128, 128, stages=2, ready=True, down_stages=3, down_registers=168)
+
+
+def gate_up(
+    x_TD: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor | None,
+    tables: Tables,
+    num_pairs: int,
+    tiles: Tiles,
+    early: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """x [T, D], w13 [E, 2I, D] plain or e4m3, tables of `num_pairs` pairs -> silu(gate) * up, [pairs, I] as x; or, if
+    tiles are `ready` and weights quantised, as e4m3 (or its bytes) with scales [pairs, i]."""
+    inner, width, device = w13.shape[1] // 2, w13.shape[2], x_TD.device
+    w13, way = fp8_way(w13, w13_scale)
+    ready = tiles.ready and way > 0
+    x_in, stride, x_scale = x_TD.contiguous(), 0, w13
+    h, h_scale = torch.empty(num_pairs, inner, dtype=w13.dtype if ready else x_TD.dtype, device=device), None
+    if ready:
+        assert tiles.inner == 128, f"moe: {tiles.inner} inner columns are not a block"
+        x_in, x_scale = quantize_rows(x_TD, early)
+        x_in, stride = fp8_way(x_in, x_scale)[0], x_scale.stride(1)
+        h_scale = torch.empty(num_pairs, -(-inner // 128), dtype=torch.float32, device=device)
+    gate_up_kernel[(len(tables[1]) * triton.cdiv(inner, tiles.inner),)](
+        x_in,
+        x_scale,
+        w13,
+        w13 if w13_scale is None else w13_scale,
+        h,
+        w13 if h_scale is None else h_scale,
+        *tables,
+        stride,
+        K=num_pairs // x_TD.shape[0],
+        WIDTH=width,
+        INNER=inner,
+        BM=tiles.pairs,
+        BI=tiles.inner,
+        BK=tiles.step if ready else 128 if way else 128 // w13.element_size(),
+        FP8=way,
+        READY=ready,
+        TYPE=TYPES[x_TD.dtype],
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **limit(device, tiles.registers),
+        **early_options(device, early),
+    )
+    return h, h_scale
+
+
+def down(
+    h: Tensor,
+    h_scale: Tensor | None,
+    w2: Tensor,
+    w2_scale: Tensor | None,
+    weights_TK: Tensor,
+    tables: Tables,
+    tiles: Tiles,
+    dtype: torch.dtype,
+    early: bool | None = None,
+) -> Tensor:
+    """h of `gate_up`, w2 [E, D, I] plain or e4m3, weights float32 [T, K] -> rows [T * K, D] in `dtype`."""
+    (_, width, inner), device = w2.shape, w2.device
+    w2, way = fp8_way(w2, w2_scale)
+    y_PD = torch.empty(weights_TK.numel(), width, dtype=dtype, device=device)
+    down_kernel[(len(tables[1]) * triton.cdiv(width, tiles.outputs),)](
+        h,
+        w2 if h_scale is None else h_scale,
+        w2,
+        w2 if w2_scale is None else w2_scale,
+        weights_TK,
+        y_PD,
+        *tables,
+        WIDTH=width,
+        INNER=inner,
+        BM=tiles.pairs,
+        BO=tiles.outputs,
+        BK=128 if way else 128 // w2.element_size(),
+        FP8=way,
+        READY=h_scale is not None,
+        num_warps=tiles.down_warps or tiles.warps,
+        num_stages=tiles.down_stages or tiles.stages,
+        **limit(device, tiles.down_registers),
+        **early_options(device, early),
+    )
+    return y_PD
+
+
+def limit(device: torch.device, registers: int) -> dict[str, int]:
+    """The argument of a launch that limits a thread's registers; 0 is no limit."""
+    return {"maxnreg": registers} if registers and properties(device).is_hopper else {}
 
 
 def grouped(
@@ -219,58 +318,12 @@ def grouped(
 
     Variants: shapes of the weights, K, dtypes, and three classes of pairs per expert (`choose_tiles`).
     """
-    num_experts, width, inner = w2.shape
-    pairs, device = ids_TK.numel(), x_TD.device
+    num_experts, pairs = w2.shape[0], ids_TK.numel()
     if tiles is None:
-        tiles = choose_tiles(pairs, num_experts, w13_scale is not None, properties(device).shared_bytes)
-    members, experts = group(ids_TK, count, num_experts, tiles.pairs, shared, early)
-    (w13, way), w2 = fp8_way(w13, w13_scale), fp8_way(w2, w2_scale)[0]
-    ready = tiles.ready and way > 0
-    x_in, stride, x_scale = x_TD.contiguous(), 0, w13
-    h, h_scale = torch.empty(pairs, inner, dtype=x_TD.dtype, device=device), w13
-    if ready:
-        assert tiles.inner == 128, f"moe: {tiles.inner} inner columns are not a block"
-        x_in, x_scale = quantize_rows(x_TD, early)
-        x_in, stride = fp8_way(x_in, x_scale)[0], x_scale.stride(1)
-        h = torch.empty(pairs, inner, dtype=w13.dtype, device=device)
-        h_scale = torch.empty(pairs, -(-inner // 128), dtype=torch.float32, device=device)
-    shapes = {"WIDTH": width, "INNER": inner, "BM": tiles.pairs, "BK": 128 if way else 128 // w13.element_size()}
-    options = {"FP8": way, "READY": ready, **early_options(device, early)}
-    tables = members, experts, count
-    gate_up_kernel[(len(experts) * triton.cdiv(inner, tiles.inner),)](
-        x_in,
-        x_scale,
-        w13,
-        w13 if w13_scale is None else w13_scale,
-        h,
-        h_scale,
-        *tables,
-        stride,
-        K=ids_TK.shape[1],
-        BI=tiles.inner,
-        TYPE=TYPES[x_TD.dtype],
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        **shapes,
-        **options,
-    )
+        tiles = choose_tiles(pairs, num_experts, w13_scale is not None, properties(x_TD.device).shared_bytes)
+    tables = *group(ids_TK, count, num_experts, tiles.pairs, shared, early), count
+    h, h_scale = gate_up(x_TD, w13, w13_scale, tables, pairs, tiles, early)
     # Few rows are kept exact; of many, the bytes count.
-    y_PD = torch.empty(pairs, width, dtype=x_TD.dtype if tiles.ready else torch.float32, device=device)
-    w2_scale = w2 if w2_scale is None else w2_scale
-    if tiles.registers and properties(device).is_hopper:
-        options["maxnreg"] = tiles.registers
-    down_kernel[(len(experts) * triton.cdiv(width, tiles.outputs),)](
-        h,
-        h_scale,
-        w2,
-        w2_scale,
-        weights_TK,
-        y_PD,
-        *tables,
-        BO=tiles.outputs,
-        num_warps=tiles.down_warps or tiles.warps,
-        num_stages=tiles.down_stages or tiles.stages,
-        **shapes,
-        **options,
-    )
+    dtype = x_TD.dtype if tiles.ready else torch.float32
+    y_PD = down(h, h_scale, w2, w2_scale, weights_TK, tables, tiles, dtype, early)
     return add_up(y_PD, ids_TK.shape[1], x_TD.dtype, early)
