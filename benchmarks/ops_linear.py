@@ -99,14 +99,25 @@ def cases() -> list[Case]:
                 product = gemm_of(64, 16, split, 4, stages, False)
                 found.append(case(f"{name} gemm BO=64 BT=16 split={split} s{stages}", 8, shape, True, product))
         found.append(case(f"{name} gemm BO=64 BT=16", 4, shape, True, gemm_of(64, 16, 4, 4, 4, False)))
-        for tokens in (128, 512, 1024, 8192):
+        for split in (1, 2, 4):
+            product = gemm_of(64, 32, split, 4, 4, True)
+            found.append(case(f"{name} gemm BO=64 BT=32 split={split}", 32, shape, True, product))
+        for tokens in (128, 256):
             found.append(case(f"{name} vendor", tokens, shape, True, vendor))
-            for cut in ((128, 128, 8, 3), (128, 128, 8, 4), (128, 64, 4, 3), (64, 128, 4, 3), (256, 128, 8, 3)):
-                outputs, narrow, warps, stages = cut
-                label = f"{name} gemm BO={outputs} BT={narrow} w{warps} s{stages}"
-                found.append(case(label, tokens, shape, True, gemm_of(outputs, narrow, 1, warps, stages, True)))
+            for split in (1, 2, 4, 8):
+                product = gemm_of(128, 64, split, 4, 3, True)
+                found.append(case(f"{name} gemm BO=128 BT=64 split={split}", tokens, shape, True, product))
     for tokens in (128, 8192):
         found.append(case("quantize rows", tokens, (1, 2048), True, quantize_only))
+    for tokens, cuts in ((32, ((64, 32, 4), (64, 32, 16))), (128, ((64, 64, 4), (64, 64, 8), (64, 128, 8)))):
+        for outputs, narrow, split in cuts:
+            label = f"router gemm BO={outputs} BT={narrow} split={split}"
+            found.append(case(label, tokens, PLAIN["router"], False, gemm_of(outputs, narrow, split, 4, 3, False)))
+    for tokens in (1024, 8192):
+        for outputs, narrow, split, warps in ((64, 64, 1, 4), (64, 128, 1, 4), (64, 128, 2, 4), (128, 128, 1, 8)):
+            label = f"router gemm BO={outputs} BT={narrow} split={split} w{warps}"
+            found.append(case(label, tokens, PLAIN["router"], False, gemm_of(outputs, narrow, split, warps, 3, False)))
+        found.append(case("padded router torch", tokens, (520, 2048), False, torch_dense))
     for name, shape in PLAIN.items():
         product, out_bytes = (logits, 4) if name == "lm_head" else (linear, 2)
         for tokens in (1, 2, 4, 8, 32, 64, 128, 256) if name == "lm_head" else (1, 2, 4, 8, 32, 128, 256, 1024, 8192):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ EXPERT_BYTES = 3 * WIDTH * INNER
 SETS = 8
 
 Held = tuple[Tensor, Tensor, Tensor, Tensor]
+Cut = dict[str, Any]
 Run = Callable[[Tensor, Tensor, Held], object]
 
 
@@ -82,36 +84,69 @@ def pairs_of(rows: int, warps: int, outputs: int, down_warps: int, early: bool =
     return run
 
 
-def groups_of(pairs: int, inner: int, outputs: int, warps: int, stages: int, ready: bool) -> Run:
+def groups_of(early: bool, **cut: Any) -> Run:
     def run(x: Tensor, scores: Tensor, held: Held) -> object:
         from deltaserve.ops.moe.triton_groups import Tiles, grouped
         from deltaserve.ops.moe.triton_route import route
 
-        weights, ids, count = route(scores, TOP_K, True, True)
-        return grouped(x, *held, weights, ids, count, Tiles(pairs, inner, outputs, warps, stages, ready))
+        weights, ids, count = route(scores, TOP_K, True, True, early)
+        tiles = Tiles(**READY | cut)
+        return grouped(x, *held, weights, ids, count, tiles, True, early)
 
     return run
 
 
+def make_product(name: str, tokens: int, cut: Cut) -> Sequence[Callable[[], object]]:
+    """One of the two grouped products, of pairs that lie in tiles already."""
+    from deltaserve.ops.moe.triton_groups import Tiles, down, gate_up
+    from deltaserve.ops.moe.triton_members import group
+    from deltaserve.ops.moe.triton_route import route
+
+    tiles = Tiles(**READY | cut)
+
+    def prepare(x: Tensor, scores: Tensor, held: Held) -> Callable[[], object]:
+        weights, ids, count = route(scores, TOP_K, True, True)
+        tables = *group(ids, count, EXPERTS + 1, tiles.pairs, True), count
+        if name == "gate_up":
+            return partial(gate_up, x, held[0], held[2], tables, ids.numel(), tiles)
+        h, h_scale = gate_up(x, held[0], held[2], tables, ids.numel(), tiles)
+        return partial(down, h, h_scale, held[1], held[3], weights, tables, tiles, x.dtype)
+
+    found: list[Callable[[], object]] = []
+    for call in make(tokens, prepare):
+        prepared = call()
+        assert callable(prepared)
+        found.append(prepared)
+    return found
+
+
+def product_case(name: str, tokens: int, cut: Cut) -> Case:
+    whole = case(name, tokens, layer, 2 / 3 if name == "gate_up" else 1 / 3)
+    label = " ".join(f"{key}={value}" for key, value in cut.items())
+    run = partial(make_product, name, tokens, cut)
+    return Case(f"moe {name} {label} T={tokens}", run, whole.num_bytes, whole.flops, True)
+
+
 PAIRS = ((8, 4, 4, 8), (4, 4, 4, 8), (16, 4, 4, 8), (8, 4, 2, 4), (8, 4, 4, 4), (8, 4, 8, 8), (8, 8, 4, 8))
-FEW = (
-    (16, 64, 64, 4, 3, False),
-    (16, 64, 64, 4, 4, False),
-    (16, 64, 64, 4, 5, False),
-    (16, 128, 64, 4, 3, False),
-    (16, 128, 128, 4, 3, False),
-    (16, 128, 128, 8, 3, False),
-    (16, 128, 128, 4, 3, True),
+READY: Cut = {"pairs": 64, "inner": 128, "outputs": 128, "ready": True}
+FEW: tuple[Cut, ...] = ({}, {"stages": 2}, {"stages": 4}, {"outputs": 64})
+GATE_UP: tuple[Cut, ...] = (
+    {"warps": 8, "stages": 3},
+    {"warps": 4, "stages": 2},
+    {"warps": 8, "stages": 2},
+    {"warps": 4, "stages": 5, "step": 64},
+    {"warps": 4, "stages": 4, "step": 64},
+    {"warps": 8, "stages": 5, "step": 64, "registers": 128},
+    {"warps": 8, "stages": 3, "pairs": 128},
 )
-MANY = (
-    (32, 128, 128, 4, 3, True),
-    (32, 128, 128, 8, 3, True),
-    (64, 128, 128, 8, 3, True),
-    (64, 128, 128, 8, 2, True),
-    (64, 128, 128, 8, 4, True),
-    (64, 128, 128, 4, 3, True),
-    (128, 128, 128, 8, 3, True),
-    (128, 128, 128, 8, 2, True),
+DOWN: tuple[Cut, ...] = (
+    {"down_warps": 8, "down_stages": 3},
+    {"down_stages": 3},
+    {"down_stages": 3, "down_registers": 168},
+    {"down_stages": 2, "down_registers": 168},
+    {"down_stages": 4},
+    {"down_warps": 8, "down_stages": 3, "down_registers": 80},
+    {"warps": 8, "down_stages": 3, "pairs": 128},
 )
 
 
@@ -133,8 +168,14 @@ def cases() -> list[Case]:
         found.append(case(label, 1, pairs_of(*pairs, early=True)))
     found.append(case("pairs", 4, pairs_of(*PAIRS[0])))
     found.append(case("pairs", 16, pairs_of(*PAIRS[0])))
-    for label, cuts, sizes in (("few", FEW, (4, 8, 32, 128, 256)), ("many", MANY, (512, 1024, 8192))):
-        for cut in cuts:
-            name = label + " BM={} BI={} BO={} w{} s{} ready={}".format(*cut)
-            found.extend(case(name, tokens, groups_of(*cut)) for tokens in sizes)
+    for few in FEW:
+        name = "few" + "".join(f" {key}={value}" for key, value in few.items())
+        found.extend(case(name, tokens, groups_of(False, pairs=16, **few)) for tokens in (32, 128, 256))
+    found.extend(case("early few", tokens, groups_of(True, pairs=16)) for tokens in (8, 32, 128))
+    for cut in GATE_UP:
+        found.append(product_case("gate_up", 8192, cut))
+    for cut in DOWN:
+        found.append(product_case("down", 8192, {"stages": 2} | cut))
+    for cut in ({"pairs": 32}, {"pairs": 32, "stages": 2}, {"pairs": 64, "stages": 2, "down_stages": 3}):
+        found.extend(product_case(name, 1024, cut) for name in ("gate_up", "down"))
     return found

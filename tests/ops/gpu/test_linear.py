@@ -73,7 +73,7 @@ def test_the_vendors_blockwise_product_and_ours_agree() -> None:
         expected = expected_of(x, weight, scale)
         assert relative(gemm(x, weight, scale, torch.bfloat16), expected) < 1e-2
         if properties(CUDA).is_hopper:
-            assert gpu.has_blockwise(x, weight, torch.bfloat16)
+            assert gpu.has_blockwise(x, weight, torch.bfloat16) == (tokens > 500)  # few tiles are split by ours
             assert relative(gpu.blockwise(x, weight, scale), expected) < 1e-2
 
 

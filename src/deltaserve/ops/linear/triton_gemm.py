@@ -229,6 +229,7 @@ def gemm(
     if tiles is None:
         found = properties(device)
         tiles = choose_tiles(tokens, height, width, scale_oi is not None, found.num_sms, found.shared_bytes)
+    assert tiles.outputs <= 128 or scale_oi is None, f"linear: {tiles.outputs} outputs are more than a block"
     y_TO = torch.empty(tokens, height, dtype=dtype, device=device)
     weight, way = fp8_way(weight_OI.contiguous(), scale_oi)
     x_TI, stride = x_TI.contiguous(), 0

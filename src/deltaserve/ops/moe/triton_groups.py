@@ -270,6 +270,7 @@ def down(
 ) -> Tensor:
     """h of `gate_up`, w2 [E, D, I] plain or e4m3, weights float32 [T, K] -> rows [T * K, D] in `dtype`."""
     (_, width, inner), device = w2.shape, w2.device
+    assert tiles.outputs <= 128 or w2_scale is None, f"moe: {tiles.outputs} outputs are more than a block"
     w2, way = fp8_way(w2, w2_scale)
     y_PD = torch.empty(weights_TK.numel(), width, dtype=dtype, device=device)
     down_kernel[(len(tables[1]) * triton.cdiv(width, tiles.outputs),)](
