@@ -16,6 +16,7 @@ from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.engine import Engine
 from deltaserve.runner.draft import LookAhead
 from deltaserve.runner.sampling import Sampler
+from deltaserve.scheduler.speculation import Speculation
 from tests.models.factory import layer_kinds, tiny_config, write_checkpoint
 from tests.models.reference import Reference
 
@@ -95,8 +96,8 @@ def test_logits_of_drafts_are_the_references(tmp_path: Path) -> None:
             num_blocks=8,
         ),
         fill=float("nan"),
+        speculation=Speculation(3, adaptive=False),
     )
-    engine.scheduler._speculation.adaptive = False
     runner = engine.workers.runner
     assert runner is not None
     assert isinstance(runner.guesser, LookAhead)

@@ -11,6 +11,7 @@ from deltaserve.core.plan import Plan, Result
 from deltaserve.core.request import Output, Request, SamplingParams
 from deltaserve.scheduler.scheduler import Scheduler
 from deltaserve.scheduler.sequence import Sequence as Running
+from deltaserve.scheduler.speculation import Speculation
 from tests.scheduler.fake import Answer, FakeRunner, RightDrafts, oracle
 
 EOS = (49,)
@@ -37,6 +38,7 @@ class Rig:
         right_drafts: RightDrafts = lambda k: k,
         num_drafts_for: Callable[[Running], int] | None = None,
         overlap: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         self.runner = FakeRunner(block_size, right_drafts)
         self.cache = CacheManager(
@@ -55,6 +57,7 @@ class Rig:
             max_model_len,
             EOS,
             num_drafts_for=num_drafts_for if num_drafts_for is not None else lambda sequence: max_drafts,
+            speculation=speculation,
         )
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_len = min(max_model_len, num_blocks * block_size)

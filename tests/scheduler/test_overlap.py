@@ -11,6 +11,10 @@ from tests.scheduler.fake import VOCAB, oracle
 from tests.scheduler.rig import Rig, prefix_index
 
 
+def three() -> Speculation:
+    return Speculation(3, adaptive=False)
+
+
 def numbers(n: int) -> list[int]:
     return [i % VOCAB for i in range(n)]
 
@@ -83,8 +87,7 @@ def test_a_failed_row_is_followed_by_one_that_says_nothing() -> None:
 
 
 def test_drafts_wait_for_the_outcome() -> None:
-    rig = Rig(overlap=True, max_drafts=3, num_drafts_for=policy.proposed_drafts)
-    rig.scheduler._speculation = Speculation(3, adaptive=False)
+    rig = Rig(overlap=True, max_drafts=3, num_drafts_for=policy.proposed_drafts, speculation=three())
     rig.add(numbers(20), max_tokens=61)
     rig.add(numbers(4), max_tokens=61)
     rig.finish()
@@ -95,8 +98,13 @@ def test_drafts_wait_for_the_outcome() -> None:
 
 def test_a_plan_ahead_proposes_none() -> None:
     """The second prompt comes while the first one's chunk is in flight."""
-    rig = Rig(overlap=True, max_drafts=3, num_drafts_for=policy.proposed_drafts, max_num_batched_tokens=16)
-    rig.scheduler._speculation = Speculation(3, adaptive=False)
+    rig = Rig(
+        overlap=True,
+        max_drafts=3,
+        num_drafts_for=policy.proposed_drafts,
+        max_num_batched_tokens=16,
+        speculation=three(),
+    )
     rig.add(numbers(60), max_tokens=20)
     rig.in_flight = rig.begin()
     rig.add(numbers(4), max_tokens=20)
@@ -106,8 +114,13 @@ def test_a_plan_ahead_proposes_none() -> None:
 
 
 def test_chunks_of_a_prompt_do_not_wait_for_each_other_where_drafts_are_made() -> None:
-    rig = Rig(overlap=True, max_drafts=3, num_drafts_for=policy.proposed_drafts, max_num_batched_tokens=16)
-    rig.scheduler._speculation = Speculation(3, adaptive=False)
+    rig = Rig(
+        overlap=True,
+        max_drafts=3,
+        num_drafts_for=policy.proposed_drafts,
+        max_num_batched_tokens=16,
+        speculation=three(),
+    )
     rig.add(numbers(60), max_tokens=20)
     rig.finish()
     assert rig.num_ahead == 3

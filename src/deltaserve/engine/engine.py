@@ -49,8 +49,10 @@ class Engine:
         *,
         make_cache: Callable[..., CacheManager] = CacheManager,
         fill: float | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        """`make_cache` and `fill` (of the pools, at the start) are for tests that watch unowned memory."""
+        """`make_cache` and `fill` (of the pools, at the start) are for tests that watch unowned memory. `speculation`
+        chooses in place of one that follows the costs."""
         blueprint = Blueprint.draw(config)
         for line in blueprint.lines():
             logger.info(line)
@@ -79,7 +81,7 @@ class Engine:
             max_model_len=memory.max_model_len,
             eos_token_ids=sorted({*blueprint.model.eos_token_ids, *self.generation_defaults.eos_token_ids}),
             seed=config.seed,
-            speculation=Speculation(blueprint.num_guesses),
+            speculation=speculation or Speculation(blueprint.num_guesses),
         )
         self._in_flight: tuple[Plan, Pending] | None = None
         self._unusable: Exception | None = None

@@ -107,6 +107,10 @@ class LookAhead:
             known = (numbers.ends - numbers.num_guesses)[rows] + num_tokens
             self._advance(numbers.seats[rows], np.minimum(known, self._room(numbers)[rows]))
 
+    def is_whole(self, block: int) -> bool:
+        """Whether all entries of a block are there."""
+        return bool(self._is_whole[block])
+
     # ---- which entries ---------------------------------------------------------------------------------------------
 
     def _sit(self, seating: Seating) -> None:

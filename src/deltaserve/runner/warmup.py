@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 from deltaserve.core.plan import Seating
 from deltaserve.core.request import SamplingParams
 from deltaserve.ops.gpu import compiling_only
-from deltaserve.runner.inputs import Numbers
+from deltaserve.runner.inputs import Batch, Numbers
 from deltaserve.runner.memory import blocks_of
 from deltaserve.runner.runner import Runner
 
@@ -70,6 +71,8 @@ class WarmUp:
         for rows in step_sizes(min(seats, longest)):
             self._prefill(rows, longest // rows)
             self._decode(rows)
+        if self._runner.guesser is not None:
+            self._most_entries()
 
     def _prefill(self, rows: int, length: int) -> None:
         """`rows` prompts of `length` tokens each, all in the same blocks: no row may own them, so none may be read
@@ -96,8 +99,7 @@ class WarmUp:
         runner = self._runner
         self._own_blocks(rows, 1)
         seats, zeros = np.arange(rows), np.zeros(rows, dtype=np.int64)
-        lengths = runner.graphs.lengths if runner.graphs is not None else (1,)
-        for length in lengths:
+        for length in range(1, 1 + runner.inputs.recent.shape[1]):
             numbers = Numbers(
                 seats=seats,
                 starts=zeros,
@@ -116,8 +118,37 @@ class WarmUp:
         runner = self._runner
         batch = runner.inputs.build(numbers)
         hidden_TD = runner.model(batch.token_ids, batch.context)
+        if runner.guesser is not None:
+            self._look_ahead(batch, hidden_TD)
         last_ND = hidden_TD if batch.last is None else hidden_TD[batch.last]
         return runner.model.logits(last_ND)
+
+    def _most_entries(self) -> None:
+        """A prompt's last chunk may have one entry more than tokens."""
+        runner, longest = self._runner, self._max_tokens
+        self._own_blocks(2, longest)
+        ones = np.ones(2, dtype=np.int64)
+        numbers = Numbers(
+            seats=np.arange(2) % len(runner.seats.num_blocks),
+            starts=0 * ones,
+            counts=np.array([longest, 1]),
+            num_guesses=0 * ones,
+            read_slot=-ones,
+            write_slot=np.full(longest + 1, -1),
+            row_starts=np.array([0, longest, longest + 1]),
+            sampling=np.arange(2),
+            num_decode=0,
+        )
+        [hidden_SD] = runner.pools.hidden
+        self._look_ahead(runner.inputs.build(numbers), hidden_SD.new_zeros(longest + 1, hidden_SD.shape[1]))
+
+    def _look_ahead(self, batch: Batch, hidden_TD: Tensor) -> None:
+        """Entries of the MTP layer as they are made behind such a step: one for each of its tokens."""
+        runner = self._runner
+        runner.inputs.carry_hidden(batch.numbers, hidden_TD)
+        layout = batch.context.layout
+        layout = replace(layout, first_key=torch.ones_like(layout.context_len), memo={})
+        runner.model.look_ahead(batch.token_ids, hidden_TD, replace(batch.context, layout=layout))
 
     def _own_blocks(self, rows: int, length: int) -> None:
         """Seats 0 to `rows` - 1 take the first blocks of the pool, all of them the same ones."""
