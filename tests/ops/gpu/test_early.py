@@ -1,0 +1,93 @@
+"""Kernels that start before the one before them has ended: whole steps give the same bits with them and without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltaserve.layers.context import ForwardContext
+from deltaserve.model_config import ModelConfig
+from deltaserve.models.dummy import fill_at_random
+from deltaserve.models.qwen3_next import Qwen3Next
+from deltaserve.ops.layout import BLOCK, Layout
+from deltaserve.ops.linear import triton_early
+from tests.models.factory import tiny_config
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+LAYERS, REPLAYS = 8, 20
+WIDTHS = {
+    "num_hidden_layers": LAYERS,
+    "vocab_size": 4096,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "rope_theta": 10_000_000,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 64,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+def make_model() -> Qwen3Next:
+    units = [f"layers.{layer}.{unit}" for layer in range(LAYERS) for unit in ("mixer", "mlp")]
+    model = Qwen3Next(ModelConfig.from_hf(tiny_config(**WIDTHS)), torch.bfloat16, CUDA, quantized=units)
+    fill_at_random(model, 1)
+    return model
+
+
+def hidden_states(model: Qwen3Next, rows: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Of the replays of one graph of a step, each from the states that the one before it left."""
+    monkeypatch.setattr(triton_early, "BY_DEFAULT", early)
+    config, generator = model.config, torch.Generator(CUDA).manual_seed(2)
+
+    def pools(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+        return [torch.randn(shape, generator=generator, device=CUDA).to(dtype) / 4 for _ in range(count)]
+
+    layout = Layout.from_rows(
+        [1] * rows,
+        num_step=rows,
+        starts=[70 + 3 * row for row in range(rows)],
+        read_slots=list(range(rows)),
+        write_slots=[[row] for row in range(rows)],
+        blocks=[[3 * row, 3 * row + 1, 3 * row + 2] for row in range(rows)],
+        device=CUDA,
+    )
+    context = ForwardContext(
+        layout=layout,
+        kv=pools(config.num_full_layers, 2, 3 * rows, BLOCK, config.num_kv_heads, config.head_dim),
+        conv=pools(config.num_gdn_layers, rows, config.conv_width - 1, config.conv_dim),
+        state=pools(
+            config.num_gdn_layers, rows, config.gdn_v_heads, config.gdn_k_dim, config.gdn_v_dim, dtype=torch.float32
+        ),
+    )
+    ids = torch.arange(rows, device=CUDA) * 17
+    with torch.inference_mode():
+        model(ids, context)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            hidden = model(ids, context)
+        outputs = []
+        for _ in range(REPLAYS):
+            graph.replay()
+            outputs.append(hidden.clone())
+    return outputs
+
+
+def test_steps_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    for rows in (1, 2, 4, 8, 40):
+        expected = hidden_states(model, rows, False, monkeypatch)
+        assert all(output.isfinite().all() for output in expected)
+        assert not torch.equal(expected[0], expected[1])
+        found = hidden_states(model, rows, True, monkeypatch)
+        for number, (output, exact) in enumerate(zip(found, expected, strict=True)):
+            assert torch.equal(output, exact), f"{rows} rows, replay {number}"
