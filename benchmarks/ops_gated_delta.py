@@ -109,10 +109,9 @@ def cases() -> list[Case]:
     found = []
     configs: dict[str, dict[str, Any]] = {
         "": {},
-        " w8 any registers": {"num_warps": 8, "maxnreg": None},
-        " w16 64 registers": {"num_warps": 16, "maxnreg": 64},
-        " w16 any registers": {"num_warps": 16, "maxnreg": None},
-        " w4 any registers": {"num_warps": 4, "maxnreg": None},
+        " rows of 256 bytes": {"SK": 2, "SV": 64, "num_warps": 2},
+        " w8": {"SK": 8, "SV": 16, "num_warps": 8},
+        " w8 128 registers": {"SK": 8, "SV": 16, "num_warps": 8, "maxnreg": 128},
     }
     for rows in (1, 8, 32, 64, 128, 256):
         for name, config in configs.items():

@@ -3,8 +3,8 @@ Knows no projections. Meant for few tokens of many rows; any number of them is c
 
 One program per row and value head. It holds the head's state in registers, 64 KB at 128 x 128, over all tokens of the
 row: the state is read once and written once for each token that keeps it, and these bytes are nearly all there are. At
-batch 1 of the 80B model 32 programs move 4.2 MB; with 4 warps two programs share a multiprocessor, so that one loads
-while the other stores.
+batch 1 of the 80B model 32 programs move 4.2 MB; two programs share a multiprocessor, so that one loads while the other
+stores. A warp holds whole columns, so that sums over keys, two in one pass over the state, end inside it.
 
 Value heads of one key head each convolve its query and key, which costs a few hundred loads. Only one may write their
 window, and not before all have read it, since a window may be kept where it was read: the last of them to arrive, by a
@@ -57,6 +57,11 @@ def _convolved(x0, x1, x2, x3, w0, w1, w2, w3):
     return silu(y).to(x3.dtype).to(tl.float32)
 
 
+@triton.jit
+def _add_three(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
 @triton.jit(
     do_not_specialize=["token_start", "row_start", "length"],
     do_not_specialize_on_alignment=["read_slot", "write_slot", "cu_seqlens"],
@@ -91,6 +96,8 @@ def step_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    SK: tl.constexpr,
+    SV: tl.constexpr,
     ONE: tl.constexpr,
     RAGGED: tl.constexpr,
     EARLY: tl.constexpr,
@@ -115,32 +122,45 @@ def step_kernel(
     k_read = tl.where(slot >= 0, K, 0)  # a row without a state reads no key's row of it, and no channel of a window
     slot = tl.where(slot >= 0, slot, 0).to(tl.int64)
 
-    # The state first: it takes longest to come.
-    k_index = tl.arange(0, BK)
-    v_index = tl.arange(0, BV)
+    # The state first: it takes longest to come. Its indices are [BK / SK, BV / SV, SK, SV]: see `tile`.
+    k_outer = tl.arange(0, BK // SK)
+    k_inner = tl.arange(0, SK)
+    v_outer = tl.arange(0, BV // SV)
+    v_inner = tl.arange(0, SV)
+    in_k = (k_outer[:, None] * SK + k_inner[None, :])[:, None, :, None] < K
+    v_index = v_outer[:, None] * SV + v_inner[None, :]
     in_v = v_index < V
-    place = k_index[:, None] * V + v_index[None, :]
-    in_read = (k_index < k_read)[:, None] & in_v[None, :]
-    state = tl.load(state_pool + (slot * VH + head) * (K * V) + place, mask=in_read, other=0).to(tl.float32)
+    in_state = in_k & in_v[None, :, None, :]
+    place = (k_inner * V)[None, None, :, None] + v_index[None, :, None, :]
+    ahead = (k_outer * (SK * V))[:, None, None, None]
+    read = state_pool + (slot * VH + head) * (K * V) + place
+    in_v_read = v_index < tl.minimum(k_read * V, V)
+    state = tl.load(read + ahead, mask=in_k & in_v_read[None, :, None, :], other=0).to(tl.float32)
 
-    # Channels of query and key are interleaved: 2 * i is query's number i, 2 * i + 1 key's.
-    qk = tl.arange(0, 2 * BK)
-    in_qk = qk // 2 < K
-    qk_channel = ((qk % 2) * KH + key_head) * K + qk // 2
+    k_index = tl.arange(0, BK)
+    is_key = k_index < K
+    q_channel = key_head * K + k_index
+    k_channel = KH * K + q_channel
     v_channel = 2 * KH * K + head * V + v_index
     window = conv_pool + slot * (3 * C)
-    in_qk_read = qk // 2 < k_read
-    in_v_read = v_index < tl.minimum(k_read * V, V)
-    q0 = tl.load(window + qk_channel, mask=in_qk_read, other=0)
-    q1 = tl.load(window + C + qk_channel, mask=in_qk_read, other=0)
-    q2 = tl.load(window + 2 * C + qk_channel, mask=in_qk_read, other=0)
+    is_key_read = k_index < k_read
+    q0 = tl.load(window + q_channel, mask=is_key_read, other=0)
+    q1 = tl.load(window + C + q_channel, mask=is_key_read, other=0)
+    q2 = tl.load(window + 2 * C + q_channel, mask=is_key_read, other=0)
+    k0 = tl.load(window + k_channel, mask=is_key_read, other=0)
+    k1 = tl.load(window + C + k_channel, mask=is_key_read, other=0)
+    k2 = tl.load(window + 2 * C + k_channel, mask=is_key_read, other=0)
     v0 = tl.load(window + v_channel, mask=in_v_read, other=0)
     v1 = tl.load(window + C + v_channel, mask=in_v_read, other=0)
     v2 = tl.load(window + 2 * C + v_channel, mask=in_v_read, other=0)
-    qw0 = tl.load(weight + qk_channel, mask=in_qk, other=0).to(tl.float32)
-    qw1 = tl.load(weight + C + qk_channel, mask=in_qk, other=0).to(tl.float32)
-    qw2 = tl.load(weight + 2 * C + qk_channel, mask=in_qk, other=0).to(tl.float32)
-    qw3 = tl.load(weight + 3 * C + qk_channel, mask=in_qk, other=0).to(tl.float32)
+    qw0 = tl.load(weight + q_channel, mask=is_key, other=0).to(tl.float32)
+    qw1 = tl.load(weight + C + q_channel, mask=is_key, other=0).to(tl.float32)
+    qw2 = tl.load(weight + 2 * C + q_channel, mask=is_key, other=0).to(tl.float32)
+    qw3 = tl.load(weight + 3 * C + q_channel, mask=is_key, other=0).to(tl.float32)
+    kw0 = tl.load(weight + k_channel, mask=is_key, other=0).to(tl.float32)
+    kw1 = tl.load(weight + C + k_channel, mask=is_key, other=0).to(tl.float32)
+    kw2 = tl.load(weight + 2 * C + k_channel, mask=is_key, other=0).to(tl.float32)
+    kw3 = tl.load(weight + 3 * C + k_channel, mask=is_key, other=0).to(tl.float32)
     vw0 = tl.load(weight + v_channel, mask=in_v, other=0).to(tl.float32)
     vw1 = tl.load(weight + C + v_channel, mask=in_v, other=0).to(tl.float32)
     vw2 = tl.load(weight + 2 * C + v_channel, mask=in_v, other=0).to(tl.float32)
@@ -151,44 +171,66 @@ def step_kernel(
 
     wait_for_inputs(EARLY)
     keep = slot
+    earlier = tl.zeros([BK], tl.int32)
     for i in range(tokens):
         token = first + i
         keep = tl.load(write_slot + token)
-        q3 = tl.load(mixed + token * mixed_stride + qk_channel, mask=in_qk, other=0)
+        q3 = tl.load(mixed + token * mixed_stride + q_channel, mask=is_key, other=0)
+        k3 = tl.load(mixed + token * mixed_stride + k_channel, mask=is_key, other=0)
         v3 = tl.load(mixed + token * mixed_stride + v_channel, mask=in_v, other=0)
         gate = tl.load(z + token * z_stride + head * V + v_index, mask=in_v, other=0).to(tl.float32)
         decay = tl.exp(log_decay(tl.load(a + token * a_stride + head).to(tl.float32), decay_rate, decay_bias))
         beta = 1 / (1 + tl.exp(-tl.load(b + token * b_stride + head).to(tl.float32)))
-        query, key = tl.split(tl.reshape(_convolved(q0, q1, q2, q3, qw0, qw1, qw2, qw3), [BK, 2]))
+        query = _convolved(q0, q1, q2, q3, qw0, qw1, qw2, qw3)
+        key = _convolved(k0, k1, k2, k3, kw0, kw1, kw2, kw3)
         value = _convolved(v0, v1, v2, v3, vw0, vw1, vw2, vw3)
-        query = query * (tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * (K**-0.5))
-        key = key * tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
-        # The output is S^T q after the update; taken before it, so that both sums over the state are one pass.
-        along_key = tl.sum(state * key[:, None], 0) * decay
-        along_query = tl.sum(state * query[:, None], 0) * decay
+        # S^T q of the state after the update is taken before it: so the state is passed over once for both sums, which
+        # end in each warp. What makes lengths 1 is made up for afterwards.
+        of_query, of_key, alike = tl.reduce((query * query, key * key, query * key), 0, _add_three)
+        if ONE and GROUP > 1:
+            # The sums hold all of query's and key's windows that this program reads: all have come before it counts.
+            # One thread does, and what it learns is needed at the end only.
+            counts = tl.where(of_query + of_key < 0, 0, 1) + tl.zeros([BK], tl.int32)
+            counter = arrivals + row * KH + key_head + tl.zeros([BK], tl.int32)
+            earlier = tl.atomic_add(counter, counts, mask=k_index == 0, sem="relaxed")
+        of_query = tl.rsqrt(of_query + 1e-6) * (K**-0.5)
+        of_key = tl.rsqrt(of_key + 1e-6)
+        alike *= of_query * of_key
+        query = tl.reshape(query, [BK // SK, SK])[:, None, :, None]
+        key = tl.reshape(key, [BK // SK, SK])[:, None, :, None]
+        along_key = tl.sum(tl.sum(state * key, 0), 1) * (of_key * decay)
+        along_query = tl.sum(tl.sum(state * query, 0), 1) * (of_query * decay)
         update = beta * (value - along_key)
-        o = along_query + update * tl.sum(query * key, 0)
-        state = state * decay + key[:, None] * update[None, :]
+        o = along_query + update * alike
+        state = state * decay + key * (update * of_key)[None, :, None, :]
 
         if keep >= 0:
             kept = state_pool + (keep.to(tl.int64) * VH + head) * (K * V) + place
-            tl.store(kept, state.to(state_pool.dtype.element_ty), mask=(k_index < K)[:, None] & in_v[None, :])
+            tl.store(kept + ahead, state.to(state_pool.dtype.element_ty), mask=in_state)
         o = o.to(v3.dtype).to(tl.float32)
-        scaled = o * tl.rsqrt(tl.sum(o * o, 0) / V + eps) * gain * silu(gate)
+        mean = tl.sum(tl.sum(o * o, 1), 0) / V
+        scaled = o * tl.rsqrt(mean + eps) * gain * silu(gate)
         tl.store(out + (token * VH + head) * V + v_index, scaled.to(out.dtype.element_ty), mask=in_v)
         q0, q1, q2 = q1, q2, q3
+        k0, k1, k2 = k1, k2, k3
         v0, v1, v2 = v1, v2, v3
 
-    # Every window that this program reads has arrived: its outputs depend on it. So the counter orders nothing more.
-    qk_write = 2 * BK
+    key_write = K
     if GROUP > 1:
-        tl.debug_barrier()
-        earlier = tl.atomic_add(arrivals + row * KH + key_head, 1, sem="relaxed")
-        qk_write = tl.where(earlier % GROUP == GROUP - 1, 2 * BK, 0)
+        if ONE:
+            earlier = tl.sum(tl.where(k_index == 0, earlier, 0), 0)
+        else:
+            # Every window that this program reads has come: its outputs depend on it. So the counter orders no more.
+            tl.debug_barrier()
+            earlier = tl.atomic_add(arrivals + row * KH + key_head, 1, sem="relaxed")
+        key_write = tl.where(earlier % GROUP == GROUP - 1, K, 0)
     if not ONE:
-        q0 = tl.load(window + qk_channel, mask=in_qk_read, other=0)
-        q1 = tl.load(window + C + qk_channel, mask=in_qk_read, other=0)
-        q2 = tl.load(window + 2 * C + qk_channel, mask=in_qk_read, other=0)
+        q0 = tl.load(window + q_channel, mask=is_key_read, other=0)
+        q1 = tl.load(window + C + q_channel, mask=is_key_read, other=0)
+        q2 = tl.load(window + 2 * C + q_channel, mask=is_key_read, other=0)
+        k0 = tl.load(window + k_channel, mask=is_key_read, other=0)
+        k1 = tl.load(window + C + k_channel, mask=is_key_read, other=0)
+        k2 = tl.load(window + 2 * C + k_channel, mask=is_key_read, other=0)
         v0 = tl.load(window + v_channel, mask=in_v_read, other=0)
         v1 = tl.load(window + C + v_channel, mask=in_v_read, other=0)
         v2 = tl.load(window + 2 * C + v_channel, mask=in_v_read, other=0)
@@ -197,17 +239,21 @@ def step_kernel(
         if not ONE:
             token = first + i
             keep = tl.load(write_slot + token)
-            q0, q1, q2 = q1, q2, tl.load(mixed + token * mixed_stride + qk_channel, mask=in_qk, other=0)
+            q0, q1, q2 = q1, q2, tl.load(mixed + token * mixed_stride + q_channel, mask=is_key, other=0)
+            k0, k1, k2 = k1, k2, tl.load(mixed + token * mixed_stride + k_channel, mask=is_key, other=0)
             v0, v1, v2 = v1, v2, tl.load(mixed + token * mixed_stride + v_channel, mask=in_v, other=0)
         window = conv_pool + tl.where(keep >= 0, keep, 0).to(tl.int64) * (3 * C)
-        in_write = in_qk & (qk < tl.where(keep >= 0, qk_write, 0))
-        tl.store(window + qk_channel, q0, mask=in_write)
-        tl.store(window + C + qk_channel, q1, mask=in_write)
-        tl.store(window + 2 * C + qk_channel, q2, mask=in_write)
-        in_write_v = v_index < tl.where(keep >= 0, V, 0)
-        tl.store(window + v_channel, v0, mask=in_write_v)
-        tl.store(window + C + v_channel, v1, mask=in_write_v)
-        tl.store(window + 2 * C + v_channel, v2, mask=in_write_v)
+        is_written = k_index < tl.where(keep >= 0, key_write, 0)
+        tl.store(window + q_channel, q0, mask=is_written)
+        tl.store(window + C + q_channel, q1, mask=is_written)
+        tl.store(window + 2 * C + q_channel, q2, mask=is_written)
+        tl.store(window + k_channel, k0, mask=is_written)
+        tl.store(window + C + k_channel, k1, mask=is_written)
+        tl.store(window + 2 * C + k_channel, k2, mask=is_written)
+        is_written_v = v_index < tl.where(keep >= 0, V, 0)
+        tl.store(window + v_channel, v0, mask=is_written_v)
+        tl.store(window + C + v_channel, v1, mask=is_written_v)
+        tl.store(window + 2 * C + v_channel, v2, mask=is_written_v)
 
 
 def arrivals(layout: Layout, segment: Segment, key_heads: int) -> Tensor:
@@ -219,10 +265,17 @@ def arrivals(layout: Layout, segment: Segment, key_heads: int) -> Tensor:
     return torch.zeros(rows * key_heads, dtype=torch.int32, device=layout.read_slot.device)
 
 
-def tile(k_dim: int, v_dim: int) -> dict[str, Any]:
-    """Block widths and warps: 128 state registers a thread at 128 x 128. More warps are slower in every batch."""
+def tile(k_dim: int, v_dim: int, state_bytes: int) -> dict[str, Any]:
+    """Block widths, warps, and how the state lies in them: each warp holds SV columns, whole, and so ends their sums.
+
+    SK neighbouring rows of SV columns are one load of a warp, 16 bytes a thread: 128 bytes of fp32 a row. At 128 x 128
+    four warps hold 128 numbers a thread; more warps are slower in every batch.
+    """
     block_k, block_v = (max(16, triton.next_power_of_2(width)) for width in (k_dim, v_dim))
-    return {"BK": block_k, "BV": block_v, "num_warps": min(8, max(1, block_k * block_v // 4096))}
+    columns = min(block_v, 32, max(4, 4096 // block_k))
+    lanes = 32 if torch.version.hip is None else 64
+    rows = min(block_k, max(1, lanes * 16 // (columns * state_bytes)))
+    return {"BK": block_k, "BV": block_v, "SK": rows, "SV": columns, "num_warps": min(16, block_v // columns)}
 
 
 def step(
@@ -248,7 +301,7 @@ def step(
     """
     v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
     k_heads = (mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim)
-    options = {**tile(k_dim, v_dim), **config}
+    options = {**tile(k_dim, v_dim, state_pool_SVKD.element_size()), **config}
     step_kernel[(v_heads, segment.row_end - segment.row_start)](
         mixed_TC,
         z_TVD,
