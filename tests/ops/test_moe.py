@@ -14,7 +14,7 @@ from deltaserve.ops.moe import reference
 from deltaserve.ops.moe.api import experts, route
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-FORMS = [experts, reference.all_experts, reference.grouped_experts]
+FORMS = [experts, reference.summed_rows, reference.grouped_experts]
 
 
 def naive_route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -124,9 +124,9 @@ def test_every_dtype(dtype: torch.dtype, form: Experts) -> None:
     close(output, expected, 4 * float(torch.finfo(dtype).eps) * max(1.0, float(expected.abs().max())))
 
 
-def test_one_token_gathers_few_take_all_experts_and_many_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_token_gathers_few_sum_rows_and_many_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
-    for name in ("gathered_experts", "all_experts", "grouped_experts"):
+    for name in ("gathered_experts", "summed_rows", "grouped_experts"):
         monkeypatch.setattr(reference, name, lambda *_, name=name: taken.append(name))
     for tokens, num_experts, top_k, width, inner in (
         (1, 16, 4, 192, 32),
@@ -137,7 +137,7 @@ def test_one_token_gathers_few_take_all_experts_and_many_are_grouped(monkeypatch
         w13, w2 = torch.empty(num_experts, 0, width), torch.empty(num_experts, width, 1).expand(-1, -1, inner)
         ids = torch.zeros(tokens, top_k, dtype=torch.int64)
         reference.experts(torch.zeros(tokens, width), w13, w2, ids.float(), ids)
-    assert taken == ["gathered_experts", "all_experts", "grouped_experts", "grouped_experts"]
+    assert taken == ["gathered_experts", "summed_rows", "grouped_experts", "grouped_experts"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,16 +6,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deltaserve.layers.linear import weight
+from deltaserve.layers.linear import projection, weight
 from deltaserve.ops.linear.api import linear
 
 
 class Embedding(nn.Module):
     """One vector per token id. A tied model projects with the same vectors."""
 
-    def __init__(self, vocab_size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, width: int, dtype: torch.dtype, device: torch.device, only_projects: bool = False
+    ) -> None:
+        """`only_projects`: no vector is looked up."""
         super().__init__()
-        self.weight = weight(vocab_size, width, dtype=dtype, device=device)
+        make = projection if only_projects else weight
+        self.weight = make(vocab_size, width, dtype=dtype, device=device)
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         """int64 [T] -> [T, width]."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from deltaserve.layers.normed import Normed
-from deltaserve.ops.linear.api import linear, linear_beside, scale_shape
+from deltaserve.ops.linear.api import allocate, linear, linear_beside, scale_shape
 
 FP8 = torch.float8_e4m3fn
 
@@ -14,6 +14,11 @@ FP8 = torch.float8_e4m3fn
 def weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A weight not yet filled, for inference only."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def projection(out_width: int, in_width: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """The weight [out_width, in_width] of a `linear`, not yet filled, in memory as the device reads it fastest."""
+    return nn.Parameter(allocate(out_width, in_width, dtype, device), requires_grad=False)
 
 
 class Linear(nn.Module):
@@ -27,7 +32,7 @@ class Linear(nn.Module):
         self, in_width: int, out_width: int, dtype: torch.dtype, device: torch.device, quantized: bool = False
     ) -> None:
         super().__init__()
-        self.weight = weight(out_width, in_width, dtype=FP8 if quantized else dtype, device=device)
+        self.weight = projection(out_width, in_width, FP8 if quantized else dtype, device)
         self.weight_scale_inv: nn.Parameter | None = None
         if quantized:
             scales = scale_shape((out_width, in_width))

@@ -48,7 +48,9 @@ class Qwen3Next(nn.Module):
             self.layers.append(Block(config, mixer, mlp_kind, dtype, device, f"{name}.mlp" in quantized))
         self.norm = GemmaNorm(config.hidden_size, config.eps, dtype, device)
         self.lm_head = (
-            self.embed_tokens if config.tied else Embedding(config.vocab_size, config.hidden_size, dtype, device)
+            self.embed_tokens
+            if config.tied
+            else Embedding(config.vocab_size, config.hidden_size, dtype, device, only_projects=True)
         )
         self.mtp = Mtp(config, rotary, dtype, device, quantized) if with_mtp else None
 

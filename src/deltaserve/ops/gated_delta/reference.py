@@ -22,7 +22,7 @@ from torch.nn import functional
 from deltaserve.ops.layout import Kept, Layout, Segment, keep_slots, kept_by_place, read_slots, slot_index
 from deltaserve.ops.numeric import cast, constant, wide_dtype
 
-CHUNK = 64
+CHUNK = 32
 """Tokens in one chunk. Fixed, so that a row's rounding does not depend on its neighbours."""
 
 

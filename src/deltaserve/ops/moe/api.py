@@ -72,10 +72,11 @@ def allocate(
     num_experts: int, inner: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Weights not yet filled, w13 [E, 2I, D] and w2 [E, D, I]."""
-    w13 = torch.empty(num_experts, 2 * inner, width, dtype=dtype, device=device)
     if device.type == "cuda":
+        w13 = torch.empty(num_experts, 2 * inner, width, dtype=dtype, device=device)
         return w13, torch.empty(num_experts, width, inner, dtype=dtype, device=device)
-    # [E, I, D] in memory: rows of several experts make one matrix.
+    # [E, D, 2I] and [E, I, D] in memory: a row is what one number of an input is multiplied by.
+    w13 = torch.empty(num_experts, width, 2 * inner, dtype=dtype, device=device).transpose(1, 2)
     return w13, torch.empty(num_experts, inner, width, dtype=dtype, device=device).transpose(1, 2)
 
 

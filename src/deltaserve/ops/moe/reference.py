@@ -1,5 +1,5 @@
-"""Mixture of experts in torch, in three forms: one token gathers its experts' weights, few tokens go through all
-experts at once, many are sorted by expert. Quantised experts take one form, the loop.
+"""Mixture of experts in torch, in three forms: one token gathers its experts' weights, few tokens add up their rows,
+many are sorted by expert. Quantised experts take one form, the loop.
 
 Shape letters beyond api.py's: P = T * K pairs of a token and one of its experts.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import embedding_bag, linear, silu
 
 from deltaserve.ops.linear import reference as projection
 from deltaserve.ops.numeric import cast, wide_dtype
 
-CALL_WORK = 1 << 18
-"""Multiplications of one expert that cost about as much as the calls for it."""
+CALL_WORK = 1 << 17
+"""Multiplications by one of an expert's three matrices that products make faster than sums of rows by the time that
+calling them takes."""
 
 
 def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -36,32 +37,40 @@ def experts(
     w13_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
 ) -> Tensor:
-    tokens, (_, width, inner) = x_TD.shape[0], w2_EDI.shape
+    (tokens, top_k), (num_experts, width, inner) = ids_TK.shape, w2_EDI.shape
     if w13_scale is not None and w2_scale is not None:
         return quantized_experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK, w13_scale, w2_scale)
-    if tokens * width * inner > CALL_WORK:
+    if tokens * top_k * width * inner > CALL_WORK * min(num_experts, tokens * top_k):
         return grouped_experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)
     if tokens > 1:
-        return all_experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)
+        return summed_rows(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)
     return gathered_experts(x_TD, w13_E2ID, w2_EDI, weights_TK, ids_TK)
 
 
 def gathered_experts(x_1D: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_1K: Tensor, ids_1K: Tensor) -> Tensor:
-    """One token."""
+    """One token: its experts' weights are copied next to one another."""
     id_K, top_k, width = ids_1K.view(-1), ids_1K.shape[1], w2_EDI.shape[1]
-    hidden_KI = linear(x_1D, w13_E2ID.index_select(0, id_K).view(-1, width)).view(top_k, -1)
+    w13_KD2I, w2_KID = (weight.transpose(1, 2).index_select(0, id_K) for weight in (w13_E2ID, w2_EDI))
+    hidden_KI = torch.bmm(x_1D.expand(top_k, 1, -1), w13_KD2I).squeeze(1)
     active_KI = _swiglu(hidden_KI, weights_1K.view(-1, 1))
-    w2_KID = w2_EDI.transpose(1, 2).index_select(0, id_K)
     return torch.mm(cast(active_KI, x_1D.dtype).view(1, -1), w2_KID.view(-1, width))
 
 
-def all_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-    num_experts, width, inner = w2_EDI.shape
-    hidden_TEI = linear(x_TD, w13_E2ID.view(-1, width)).view(-1, num_experts, 2 * inner)
-    weights_TE1 = weights_TK.new_zeros(x_TD.shape[0], num_experts).scatter_(1, ids_TK, weights_TK)[..., None]
-    # An expert that was not chosen may overflow; zero times infinity would be NaN.
-    active_TEI = _swiglu(hidden_TEI, weights_TE1).masked_fill_(weights_TE1 == 0, 0)
-    return torch.mm(cast(active_TEI, x_TD.dtype).flatten(1), w2_EDI.transpose(1, 2).reshape(-1, width))
+def summed_rows(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+    """Few tokens: their experts' rows are added up where they lie, each times one number of the input."""
+    (tokens, top_k), (_, width, inner) = ids_TK.shape, w2_EDI.shape
+    id_P1 = ids_TK.reshape(-1, 1)
+    x_PD = x_TD[:, None].expand(-1, top_k, -1).reshape(-1, width)
+    hidden_PI = _sum_rows(x_PD, w13_E2ID, id_P1 * width + torch.arange(width, device=x_TD.device))
+    active_PI = cast(_swiglu(hidden_PI, weights_TK.reshape(-1, 1)), x_TD.dtype)
+    row_PI = id_P1 * inner + torch.arange(inner, device=x_TD.device)
+    return _sum_rows(active_PI.view(tokens, -1), w2_EDI, row_PI.view(tokens, -1))
+
+
+def _sum_rows(x_BR: Tensor, weight_EYX: Tensor, row_BR: Tensor) -> Tensor:
+    """Sums of R of the [E * X] rows of Y numbers that all experts' weights have, times `x`: [B, Y]."""
+    rows = weight_EYX.transpose(1, 2).reshape(-1, weight_EYX.shape[1])
+    return embedding_bag(row_BR, rows, mode="sum", per_sample_weights=x_BR)
 
 
 def grouped_experts(x_TD: Tensor, w13_E2ID: Tensor, w2_EDI: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
