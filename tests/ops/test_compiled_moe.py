@@ -9,7 +9,7 @@ import triton.language as tl
 
 from deltaserve.ops.moe import triton_groups, triton_pairs
 from deltaserve.ops.moe.triton_groups import Tiles, choose_tiles
-from deltaserve.ops.moe.triton_members import group_kernel, place_kernel, rank_kernel, sum_kernel
+from deltaserve.ops.moe.triton_members import count_kernel, group_kernel, place_kernel, sum_kernel
 from deltaserve.ops.moe.triton_route import route_kernel
 from tests.ops.compiled import TARGETS, Resources, compile_for
 
@@ -75,7 +75,7 @@ def test_pairs(target: str) -> None:
         TARGETS[target],
         triton_pairs.gate_up_kernel,
         signature_of(way, False, "*bf16"),
-        SHAPE | {"K": 11, "BI": 4, "BK": 2048, "FP8": way, "EARLY": target == "sm_90"},
+        SHAPE | {"K": 11, "BI": 4, "BK": 2048, "FP8": way, "SHARED": 512, "EARLY": target == "sm_90"},
     )
     down = compile_for(
         TARGETS[target],
@@ -94,7 +94,7 @@ def test_pairs(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_routing(target: str) -> None:
     sizes = {"scores_ptr": "*bf16", "stride": "i32", "pairs": "i32", "out_ptr": "*bf16"}
-    tables = dict.fromkeys(("sorted_ptr", "expert_ptr", "rank_ptr", "first_ptr", "number_ptr", "given_ptr"), "*i32")
+    tables = dict.fromkeys(("sorted_ptr", "expert_ptr", "turn_ptr", "first_ptr", "number_ptr", "given_ptr"), "*i32")
     signature = signature_of(0, False, "*fp32", **sizes, **tables)
     early = {"EARLY": target == "sm_90"}
     many = {"E": 513, "BM": 64, "BP": 512} | early
@@ -102,7 +102,7 @@ def test_routing(target: str) -> None:
     for kernel, constants, warps in (
         (route_kernel, route, 1),
         (group_kernel, {"BM": 16, "BP": 512} | early, 4),
-        (rank_kernel, {"K": 11, "EP": 1024, "SHARED": True} | many, 4),
+        (count_kernel, {"K": 11, "EP": 1024, "SHARED": True} | many, 4),
         (place_kernel, {"BE": 16} | many, 4),
         (sum_kernel, {"K": 11, "WIDTH": 2048, "BD": 1024} | early, 4),
     ):

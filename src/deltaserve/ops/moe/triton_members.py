@@ -1,7 +1,7 @@
 """Gathers the pairs of each expert into tiles, and adds up a token's outputs. Knows no weights and no scores.
 
 A pair is a token and one of its experts; token t's are the pairs t * K to t * K + K - 1. Few pairs: one launch, a
-program per expert that looks at all of them. Many: each takes a number at its expert (`rank_kernel`; the last program
+program per expert that looks at all of them. Many: each takes a number at its expert (`count_kernel`; the last program
 to end turns the numbers given into each expert's first tile), then goes to its place (`place_kernel`): bytes move once.
 Which tile a pair is in, and where, depends on who came first and changes nothing of its result.
 """
@@ -52,9 +52,9 @@ def group_kernel(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def rank_kernel(
+def count_kernel(
     ids_ptr,
-    rank_ptr,
+    turn_ptr,
     first_ptr,
     number_ptr,
     count_ptr,
@@ -74,8 +74,8 @@ def rank_kernel(
     # Of the expert that all tokens take, a token's number is its own: nobody stands in line for it.
     asks = (p < pairs) & ((p % K != K - 1) if SHARED else (p >= 0))
     expert = tl.load(ids_ptr + p, mask=asks, other=0)
-    rank = tl.atomic_add(given_ptr + expert, 1, mask=asks, sem="relaxed")
-    tl.store(rank_ptr + p, tl.where(asks, rank, p // K), mask=p < pairs)
+    turn = tl.atomic_add(given_ptr + expert, 1, mask=asks, sem="relaxed")
+    tl.store(turn_ptr + p, tl.where(asks, turn, p // K), mask=p < pairs)
     tl.debug_barrier()  # every thread has its numbers before the program counts itself
     if tl.atomic_add(given_ptr + E, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         e = tl.arange(0, EP)
@@ -93,7 +93,7 @@ def rank_kernel(
 @triton.jit(do_not_specialize=["pairs"])
 def place_kernel(
     ids_ptr,
-    rank_ptr,
+    turn_ptr,
     first_ptr,
     number_ptr,
     sorted_ptr,
@@ -124,8 +124,8 @@ def place_kernel(
         p = (program - tl.cdiv(E, BE)) * BP + tl.arange(0, BP)
         kept = p < pairs
         its_first = tl.load(first_ptr + tl.load(ids_ptr + p, mask=kept, other=0), mask=kept, other=0)
-        rank = tl.load(rank_ptr + p, mask=kept, other=0)
-        tl.store(sorted_ptr + its_first.to(tl.int64) * BM + rank, p, mask=kept)
+        turn = tl.load(turn_ptr + p, mask=kept, other=0)
+        tl.store(sorted_ptr + its_first.to(tl.int64) * BM + turn, p, mask=kept)
 
 
 @triton.jit
@@ -165,13 +165,13 @@ def group(
         group_kernel[(num_experts,)](ids_TK, members, experts, count, pairs, BM=size, BP=FEW, num_warps=4, **options)
         return members, experts
     assert num_experts <= MAX_EXPERTS, f"moe: {num_experts} experts, at most {MAX_EXPERTS}"
-    rank = torch.empty(pairs, dtype=torch.int32, device=device)
+    turn = torch.empty(pairs, dtype=torch.int32, device=device)
     first, number = torch.empty(2, num_experts, dtype=torch.int32, device=device)
     block, each = 512, 16
     programs, fillers = triton.cdiv(pairs, block), triton.cdiv(num_experts, each)
-    rank_kernel[(programs,)](
+    count_kernel[(programs,)](
         ids_TK,
-        rank,
+        turn,
         first,
         number,
         count,
@@ -188,7 +188,7 @@ def group(
     )
     place_kernel[(fillers + programs,)](
         ids_TK,
-        rank,
+        turn,
         first,
         number,
         members,
