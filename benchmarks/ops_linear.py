@@ -76,6 +76,20 @@ def gemv_of(rows: int, warps: int, early: bool = False) -> Product:
     return product
 
 
+def norm_gemv_of(rows: int, warps: int, early: bool) -> Product:
+    gain = torch.ones(2048)
+    beside = torch.ones(64, 2048, dtype=torch.bfloat16)
+
+    def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> object:
+        nonlocal gain, beside
+        from deltaserve.ops.linear.triton_gemv import norm_gemv
+
+        gain, beside = gain.to(x.device), beside.to(x.device)
+        return norm_gemv(x, x, gain, 1e-6, weight, scale, beside, rows, warps, early)
+
+    return product
+
+
 def gemm_of(outputs: int, tokens: int, split: int, warps: int, stages: int, ready: bool) -> Product:
     def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         from deltaserve.ops.linear.triton_gemm import Tiles, gemm
@@ -92,8 +106,12 @@ def cases() -> list[Case]:
             found.append(case(name, tokens, shape, True, linear))
         for rows, warps in ((4, 4), (8, 4), (16, 4), (16, 8), (8, 2)):
             found.append(case(f"{name} gemv BO={rows} w{warps}", 1, shape, True, gemv_of(rows, warps)))
-        for rows in (4, 8, 16):
-            found.append(case(f"{name} early gemv BO={rows} w4", 1, shape, True, gemv_of(rows, 4, True)))
+        for rows, warps in ((4, 4), (8, 4), (16, 8)):
+            found.append(case(f"{name} early gemv BO={rows} w{warps}", 1, shape, True, gemv_of(rows, warps, True)))
+            if shape[1] == 2048:
+                for early in (False, True):
+                    label = f"{name} + ba, norm inside,{' early' if early else ''} BO={rows} w{warps}"
+                    found.append(case(label, 1, shape, True, norm_gemv_of(rows, warps, early)))
         for split in (1, 2, 4, 8):
             for stages in (3, 5):
                 product = gemm_of(64, 16, split, 4, stages, False)

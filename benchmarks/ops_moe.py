@@ -67,7 +67,7 @@ def gate_up_of(rows: int, warps: int) -> Run:
         from deltaserve.ops.moe.triton_pairs import gate_up
         from deltaserve.ops.moe.triton_route import route
 
-        return gate_up(x, held[0], held[2], route(scores, TOP_K, True, True)[1], rows, warps)
+        return gate_up(x, held[0], held[2], route(scores, TOP_K, True, True)[1], True, rows, warps)
 
     return run
 
@@ -78,7 +78,7 @@ def pairs_of(rows: int, warps: int, outputs: int, down_warps: int, early: bool =
         from deltaserve.ops.moe.triton_route import route
 
         weights, ids, _ = route(scores, TOP_K, True, True, early)
-        h = gate_up(x, held[0], held[2], ids, rows, warps, early)
+        h = gate_up(x, held[0], held[2], ids, True, rows, warps, early)
         return down(h, held[1], held[3], weights, ids, outputs, down_warps, early)
 
     return run
@@ -128,6 +128,7 @@ def product_case(name: str, tokens: int, cut: Cut) -> Case:
 
 
 PAIRS = ((8, 4, 4, 8), (4, 4, 4, 8), (16, 4, 4, 8), (8, 4, 2, 4), (8, 4, 4, 4), (8, 4, 8, 8), (8, 8, 4, 8))
+EARLY_PAIRS = ((4, 4, 4, 8), (8, 4, 4, 8), (8, 8, 4, 8), (2, 4, 4, 8), (2, 2, 4, 8), (4, 2, 4, 8), (4, 4, 2, 4))
 READY: Cut = {"pairs": 64, "inner": 128, "outputs": 128, "ready": True}
 FEW: tuple[Cut, ...] = ({}, {"stages": 2}, {"stages": 4}, {"outputs": 64})
 GATE_UP: tuple[Cut, ...] = (
@@ -163,7 +164,7 @@ def cases() -> list[Case]:
     for pairs in PAIRS:
         label = "pairs BI={} w{} BD={} w{}".format(*pairs)
         found.extend(case(label, tokens, pairs_of(*pairs)) for tokens in ((1, 8) if pairs == PAIRS[0] else (1,)))
-    for pairs in PAIRS[:3]:
+    for pairs in EARLY_PAIRS:
         label = "early pairs BI={} w{} BD={} w{}".format(*pairs)
         found.append(case(label, 1, pairs_of(*pairs, early=True)))
     found.append(case("pairs", 4, pairs_of(*PAIRS[0])))

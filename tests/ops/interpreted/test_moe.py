@@ -109,10 +109,12 @@ def test_pairs(tokens: int, num_experts: int, top_k: int, width: int, inner: int
     chosen, ids, _ = triton_route.route(torch.randn(tokens, num_experts + 1), top_k, True, True)
     with guarded():
         h = triton_pairs.gate_up(x, weights[0], weights[2], ids, rows=32)
+        same = triton_pairs.gate_up(x, weights[0], weights[2], ids, True, rows=32)
         output = triton_pairs.down(h, weights[1], weights[3], chosen, ids, rows=32)
         other = triton_pairs.down(h, weights[1], weights[3], chosen, ids, rows=64)
     limit = 2e-3 if dtype == torch.float16 else 2e-6 if dtype else FLIPS
     assert relative(output, expected_of(x, weights, chosen, ids)) < limit
+    assert torch.equal(same, h)
     assert relative(other, output) < (2e-3 if dtype == torch.float16 else 2e-6)
 
 

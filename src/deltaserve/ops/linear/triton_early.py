@@ -27,7 +27,7 @@ What each kernel reads before its wait, and why it may:
 | attention step   | at once         | contexts; not the pool, since `entry` has just written to it  |
 | attention join   | at once         | contexts                                                      |
 | route            | at once         | nothing                                                       |
-| pairs' gate_up   | after its wait  | nothing: it needs the ids of `route` first of all             |
+| pairs' gate_up   | after its wait  | the shared expert; of others it needs the ids of `route`      |
 | pairs' down      | at once         | ids and weights of `route`, ended by rule 4, and the experts  |
 """
 

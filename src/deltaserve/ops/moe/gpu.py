@@ -30,6 +30,6 @@ def sparse_moe(
     shared = w13.shape[0] == scores_TF.shape[1]
     weights_TK, ids_TK, count = triton_route.route(scores_TF, top_k, renormalize, shared)
     if tokens <= triton_pairs.MAX_TOKENS:
-        h_PI = triton_pairs.gate_up(x_TD, w13, w13_scale, ids_TK)
+        h_PI = triton_pairs.gate_up(x_TD, w13, w13_scale, ids_TK, shared)
         return triton_pairs.down(h_PI, w2, w2_scale, weights_TK, ids_TK)
     return triton_groups.grouped(x_TD, w13, w2, w13_scale, w2_scale, weights_TK, ids_TK, count, shared=shared)

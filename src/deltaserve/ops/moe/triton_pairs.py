@@ -52,12 +52,17 @@ def gate_up_kernel(
     BI: tl.constexpr,
     BK: tl.constexpr,
     FP8: tl.constexpr,
+    SHARED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
-    let_next_start(EARLY)  # not sooner: so `down`, which starts then, finds the experts chosen
+    """SHARED: the expert that is every token's last, or -1. Nobody needs to choose it, so it comes first."""
     pair, start = tl.program_id(1), tl.program_id(0) * BI
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    if SHARED >= 0:
+        pair = pair // K * K + (pair + K - 1) % K
+    expert = tl.full((), SHARED, tl.int64)
+    if (SHARED < 0) | (pair % K < K - 1):
+        wait_for_inputs(EARLY)
+        expert = tl.load(ids_ptr + pair).to(tl.int64)
     i = start + tl.arange(0, BI)
     kept = i < INNER
     x_ptr += (pair // K).to(tl.int64) * WIDTH
@@ -72,6 +77,9 @@ def gate_up_kernel(
         inside = kept[:, None] & (k < WIDTH)
         w1 = tl.load(w_ptrs + k, mask=inside, other=0.0)
         w3 = tl.load(w_ptrs + INNER * WIDTH + k, mask=inside, other=0.0)
+        if first == 0:
+            wait_for_inputs(EARLY)
+            let_next_start(EARLY)  # not sooner: so `down`, which starts then, finds the experts chosen
         x_gate, x_up = gate_up_input(x_ptr, gate_scale, up_scale, first, WIDTH, BK, FP8)
         gate += tl.sum(widen(w1, FP8) * x_gate[None, :], 1)
         up += tl.sum(widen(w3, FP8) * x_up[None, :], 1)
@@ -132,11 +140,13 @@ def gate_up(
     w13: Tensor,
     w13_scale: Tensor | None,
     ids_TK: Tensor,
+    shared: bool = False,
     rows: int = 4,
     num_warps: int = 4,
     early: bool | None = None,
 ) -> Tensor:
-    """x [T, D], w13 [E, 2I, D] plain or e4m3, ids int32 [T, K] -> silu(gate) * up, [T * K, I] as x.
+    """x [T, D], w13 [E, 2I, D] plain or e4m3, ids int32 [T, K] -> silu(gate) * up, [T * K, I] as x. `shared`: each
+    token's last id is that of the last expert.
 
     Variants: shapes of the weights, K, dtypes; `rows` (a power of two up to 128) is one value for a model.
     """
@@ -156,6 +166,7 @@ def gate_up(
         BI=rows,
         BK=block,
         FP8=way,
+        SHARED=w13.shape[0] - 1 if shared else -1,
         num_warps=num_warps,
         **early_options(x_TD.device, early),
     )
