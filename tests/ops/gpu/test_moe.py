@@ -51,7 +51,8 @@ def test_quantised(num_experts: int, top_k: int, width: int, inner: int) -> None
         scores = torch.randn(tokens, num_experts + 1, device=CUDA).bfloat16()
         with guarded():
             output = sparse_moe(x, scores, weights[0], weights[1], top_k, True, *weights[2:])
-        assert relative(output, expected_of(x, scores, top_k, weights)) < 1e-2, tokens
+        # Between the products numbers are rounded to bf16, then e4m3: some to the other of two steps than here.
+        assert relative(output, expected_of(x, scores, top_k, weights)) < 3e-2, tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
