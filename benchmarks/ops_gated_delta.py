@@ -109,7 +109,6 @@ def cases() -> list[Case]:
     found = []
     configs: dict[str, dict[str, Any]] = {
         "": {},
-        " rows of 256 bytes": {"SK": 2, "SV": 64, "num_warps": 2},
         " w8": {"SK": 8, "SV": 16, "num_warps": 8},
         " w8 128 registers": {"SK": 8, "SV": 16, "num_warps": 8, "maxnreg": 128},
     }
@@ -125,7 +124,8 @@ def cases() -> list[Case]:
         "": {},
         " pass s2": {"num_stages": 2},
         " pass s1": {"num_stages": 1},
-        " prepare w4 168 registers": {"prepare": {"num_warps": 4, "maxnreg": 168}},
+        " prepare w4 any registers": {"prepare": {"num_warps": 4}},
+        " prepare w4 128 registers": {"prepare": {"num_warps": 4, "maxnreg": 128}},
         " prepare w8": {"prepare": {"num_warps": 8}},
         " prepare w8 128 registers": {"prepare": {"num_warps": 8, "maxnreg": 128}},
     }

@@ -38,7 +38,7 @@ def test_steps(rows: int, length: int, dtype: torch.dtype, state_dtype: torch.dt
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [(SMALL, F32), (SMALL, BF16), (Shape(1, 4, 128, 128), BF16), (Shape(2, 2, 24, 20), F32)],
+    [(SMALL, F32), (SMALL, BF16), (SMALL, torch.float16), (Shape(1, 4, 128, 128), BF16), (Shape(2, 2, 24, 20), F32)],
     ids=str,
 )
 def test_other_shapes(shape: Shape, dtype: torch.dtype) -> None:

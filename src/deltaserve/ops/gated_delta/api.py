@@ -82,7 +82,7 @@ def _by_kernels(
 ) -> Tensor:
     """A step segment in one launch; a chunk segment in five: windows, convolution, chunks, states, norm.
 
-    Only bf16 is worth the chunks: rows of other dtypes take the launch of a step, token by token.
+    Only bf16 and fp16 are worth the chunks: rows of fp32 take the launch of a step, token by token.
     """
     from deltaserve.ops.conv import triton_conv
     from deltaserve.ops.gated_delta import triton_chunk, triton_step
@@ -98,7 +98,7 @@ def _by_kernels(
     assert all(part.stride(1) == 1 for part in (mixed_TC, z_TX, b_TV, a_TV)), "gated delta net: rows have gaps"
     z_TVD = z_TX.view(tokens, v_heads, v_dim)
     out_TVD = torch.empty(tokens, v_heads, v_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
-    has_chunks = mixed_TC.dtype == torch.bfloat16 or not mixed_TC.is_cuda
+    has_chunks = mixed_TC.dtype != torch.float32 or not mixed_TC.is_cuda
     for segment in layout.segments:
         if segment.is_step or not has_chunks:
             triton_step.step(

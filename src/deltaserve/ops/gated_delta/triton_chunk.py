@@ -20,8 +20,9 @@ exp(g) <= 1, so |T[i, j]| <= 1, and of blocks as well: each is k_i . (product of
 shorter product for the whole inverse needs, have no bound. So fp16 operands with fp32 sums suffice for bf16 inputs
 (their 11 bits are tf32's, at twice its rate); the result is rounded to bf16's 8 bits in any case.
 
-For bf16 inputs only. EXACT computes all products in fp32, for the interpreter, which errs on bf16's; compiled it would
-unroll them into code that takes minutes. A variant follows from the model's shapes and the dtype of the states.
+For bf16 and fp16 inputs, whose dtype the operands of all other products have too. EXACT computes all products in fp32,
+for the interpreter, which errs on bf16's; compiled it would unroll them into code that takes minutes. A variant follows
+from the model's shapes, the dtype of the inputs and that of the states.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def prepare_kernel(
 ):
     """Grid [value heads, chunks]. Writes u over v."""
     C: tl.constexpr = 2 * KH * K + VH * V
-    DOT: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
+    DOT: tl.constexpr = tl.float32 if EXACT else mixed.dtype.element_ty
     INVERSE: tl.constexpr = tl.float32 if EXACT else tl.float16
     head = tl.program_id(0)
     entry = table + tl.program_id(1) * 4
@@ -155,7 +156,7 @@ def pass_kernel(
     C: tl.constexpr = 2 * KH * K + VH * V
     GROUP: tl.constexpr = VH // KH
     SLICES: tl.constexpr = (V + BW - 1) // BW
-    DOT: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
+    DOT: tl.constexpr = tl.float32 if EXACT else mixed.dtype.element_ty
     head = tl.program_id(0) // SLICES
     row = tl.program_id(1)
     first = tl.load(cu_seqlens + row)
@@ -234,6 +235,12 @@ def tile(k_dim: int, v_dim: int, device: torch.device) -> dict[str, Any]:
     }
 
 
+def prepare_tile() -> dict[str, Any]:
+    """Of `prepare_kernel`. Its products wait for each other, so that programs beside each other count: three fit a
+    multiprocessor with 168 registers a thread, two without a limit."""
+    return {"num_warps": 4} if torch.version.hip is not None else {"num_warps": 4, "maxnreg": 168}
+
+
 def chunk(
     mixed_TC: Tensor,
     b_TV: Tensor,
@@ -255,9 +262,9 @@ def chunk(
     k_heads, tokens = (mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim), mixed_TC.shape[0]
     dtype, device = mixed_TC.dtype, mixed_TC.device
     is_exact = device.type == "cpu"
-    assert dtype == torch.bfloat16 or is_exact, f"gated delta: chunks of {dtype}"
+    assert dtype in (torch.bfloat16, torch.float16) or is_exact, f"gated delta: chunks of {dtype}"
     options = {**tile(k_dim, v_dim, device), **config}
-    prepare_options = options.pop("prepare", {"num_warps": 4})
+    prepare_options = options.pop("prepare", prepare_tile())
     table = layout.once(chunk_table, segment)
     w_TVK = torch.empty(tokens, v_heads, k_dim, dtype=dtype, device=device)
     p_TVC = torch.empty(tokens, v_heads, CHUNK, dtype=dtype, device=device)
