@@ -134,7 +134,7 @@ FEW: tuple[Cut, ...] = ({}, {"stages": 2}, {"stages": 4}, {"outputs": 64})
 GATE_UP: tuple[Cut, ...] = (
     {"warps": 8, "stages": 3},
     {"warps": 4, "stages": 2},
-    {"warps": 8, "stages": 2},
+    {"warps": 8, "stages": 2, "registers": 128},
     {"warps": 4, "stages": 5, "step": 64},
     {"warps": 4, "stages": 4, "step": 64},
     {"warps": 8, "stages": 5, "step": 64, "registers": 128},
