@@ -210,6 +210,8 @@ def choose_tiles(tokens: int, height: int, width: int, quantized: bool, num_sms:
     split, tiles = 1, -(-height // outputs) * -(-tokens // narrow)
     while split * 2 * least <= -(-width // 128) and split * 2 * tiles <= programs:
         split *= 2
+    if narrow == 16 and split > 1:
+        stages = min(stages, 3)  # of four blocks each: more programs at a time are worth more than the last stage
     return Tiles(outputs, narrow, split, stages=stages, ready=quantized and tokens > 16)
 
 
