@@ -1,7 +1,7 @@
 """How a mixture of experts is computed on a GPU, by its sizes. Knows no kernel's inside.
 
-Up to MAX_TOKENS of `triton_pairs`, pair by pair (3 launches with routing); beyond, in groups of one expert (5, or 6
-where inputs are quantised by a kernel of their own).
+Up to MAX_TOKENS of `triton_pairs`, pair by pair (3 launches with routing); beyond, in groups of one expert (5 to 7:
+quantised inputs take one more, and so do many pairs).
 """
 
 from __future__ import annotations
