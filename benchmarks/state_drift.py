@@ -3,9 +3,9 @@
     python -m benchmarks.state_drift [--tokens 4000] [--layers 8]
 
 Two models: one of random weights at the widths of the 80B one, with few layers and experts, in float32, and the
-built-in one. Each gets the same tokens one by one, with float32 and with bfloat16 states; told is the relative difference of the
-logits (root mean square over the vocabulary), averaged over stretches of tokens, and how often the most likely token
-differs.
+built-in one. Each gets the same tokens one by one, with float32 and with bfloat16 states; told is the relative
+difference of the logits (root mean square over the vocabulary), averaged over stretches of tokens, and how often the
+most likely token differs.
 """
 
 from __future__ import annotations
