@@ -51,6 +51,23 @@ def silu(x):
 
 
 @triton.jit
+def _window(window, channel, mask, C: tl.constexpr):
+    """The three inputs that it holds, the oldest first."""
+    oldest = tl.load(window + channel, mask=mask, other=0)
+    older = tl.load(window + C + channel, mask=mask, other=0)
+    return oldest, older, tl.load(window + 2 * C + channel, mask=mask, other=0)
+
+
+@triton.jit
+def _taps(weight, channel, mask, C: tl.constexpr):
+    """Of the four inputs, the oldest first."""
+    w0 = tl.load(weight + channel, mask=mask, other=0).to(tl.float32)
+    w1 = tl.load(weight + C + channel, mask=mask, other=0).to(tl.float32)
+    w2 = tl.load(weight + 2 * C + channel, mask=mask, other=0).to(tl.float32)
+    return w0, w1, w2, tl.load(weight + 3 * C + channel, mask=mask, other=0).to(tl.float32)
+
+
+@triton.jit
 def _convolved(x0, x1, x2, x3, w0, w1, w2, w3):
     """Of the four newest inputs, the oldest first; rounded to their dtype, and back to fp32."""
     y = x0.to(tl.float32) * w0 + x1.to(tl.float32) * w1 + x2.to(tl.float32) * w2 + x3.to(tl.float32) * w3
@@ -144,43 +161,43 @@ def step_kernel(
     v_channel = 2 * KH * K + head * V + v_index
     window = conv_pool + slot * (3 * C)
     is_key_read = k_index < k_read
-    q0 = tl.load(window + q_channel, mask=is_key_read, other=0)
-    q1 = tl.load(window + C + q_channel, mask=is_key_read, other=0)
-    q2 = tl.load(window + 2 * C + q_channel, mask=is_key_read, other=0)
-    k0 = tl.load(window + k_channel, mask=is_key_read, other=0)
-    k1 = tl.load(window + C + k_channel, mask=is_key_read, other=0)
-    k2 = tl.load(window + 2 * C + k_channel, mask=is_key_read, other=0)
-    v0 = tl.load(window + v_channel, mask=in_v_read, other=0)
-    v1 = tl.load(window + C + v_channel, mask=in_v_read, other=0)
-    v2 = tl.load(window + 2 * C + v_channel, mask=in_v_read, other=0)
-    qw0 = tl.load(weight + q_channel, mask=is_key, other=0).to(tl.float32)
-    qw1 = tl.load(weight + C + q_channel, mask=is_key, other=0).to(tl.float32)
-    qw2 = tl.load(weight + 2 * C + q_channel, mask=is_key, other=0).to(tl.float32)
-    qw3 = tl.load(weight + 3 * C + q_channel, mask=is_key, other=0).to(tl.float32)
-    kw0 = tl.load(weight + k_channel, mask=is_key, other=0).to(tl.float32)
-    kw1 = tl.load(weight + C + k_channel, mask=is_key, other=0).to(tl.float32)
-    kw2 = tl.load(weight + 2 * C + k_channel, mask=is_key, other=0).to(tl.float32)
-    kw3 = tl.load(weight + 3 * C + k_channel, mask=is_key, other=0).to(tl.float32)
-    vw0 = tl.load(weight + v_channel, mask=in_v, other=0).to(tl.float32)
-    vw1 = tl.load(weight + C + v_channel, mask=in_v, other=0).to(tl.float32)
-    vw2 = tl.load(weight + 2 * C + v_channel, mask=in_v, other=0).to(tl.float32)
-    vw3 = tl.load(weight + 3 * C + v_channel, mask=in_v, other=0).to(tl.float32)
+    q0, q1, q2 = _window(window, q_channel, is_key_read, C)
+    k0, k1, k2 = _window(window, k_channel, is_key_read, C)
+    v0, v1, v2 = _window(window, v_channel, in_v_read, C)
+    qw0, qw1, qw2, qw3 = _taps(weight, q_channel, is_key, C)
+    kw0, kw1, kw2, kw3 = _taps(weight, k_channel, is_key, C)
+    vw0, vw1, vw2, vw3 = _taps(weight, v_channel, in_v, C)
     decay_rate = tl.load(A_log + head).to(tl.float32)
     decay_bias = tl.load(dt_bias + head).to(tl.float32)
     gain = tl.load(norm_weight + v_index, mask=in_v, other=0).to(tl.float32)
 
     wait_for_inputs(EARLY)
-    keep = slot
     earlier = tl.zeros([BK], tl.int32)
+    keep = slot
+    token = first if ONE else tl.where(tokens > 0, first, tl.maximum(first - 1, 0))  # any, if the row has none
+    next_keep = tl.load(write_slot + token)
+    next_q = tl.load(mixed + token * mixed_stride + q_channel, mask=is_key, other=0)
+    next_k = tl.load(mixed + token * mixed_stride + k_channel, mask=is_key, other=0)
+    next_v = tl.load(mixed + token * mixed_stride + v_channel, mask=in_v, other=0)
+    next_gate = tl.load(z + token * z_stride + head * V + v_index, mask=in_v, other=0)
+    next_forget = tl.load(a + token * a_stride + head)
+    next_write = tl.load(b + token * b_stride + head)
     for i in range(tokens):
         token = first + i
-        keep = tl.load(write_slot + token)
-        q3 = tl.load(mixed + token * mixed_stride + q_channel, mask=is_key, other=0)
-        k3 = tl.load(mixed + token * mixed_stride + k_channel, mask=is_key, other=0)
-        v3 = tl.load(mixed + token * mixed_stride + v_channel, mask=in_v, other=0)
-        gate = tl.load(z + token * z_stride + head * V + v_index, mask=in_v, other=0).to(tl.float32)
-        decay = tl.exp(log_decay(tl.load(a + token * a_stride + head).to(tl.float32), decay_rate, decay_bias))
-        beta = 1 / (1 + tl.exp(-tl.load(b + token * b_stride + head).to(tl.float32)))
+        keep = next_keep
+        q3, k3, v3, gate, forget, write = next_q, next_k, next_v, next_gate, next_forget, next_write
+        if not ONE:
+            # The next token's, which come while this one is computed; after the last, the last one's again.
+            ahead_token = tl.minimum(token + 1, first + tokens - 1)
+            next_keep = tl.load(write_slot + ahead_token)
+            next_q = tl.load(mixed + ahead_token * mixed_stride + q_channel, mask=is_key, other=0)
+            next_k = tl.load(mixed + ahead_token * mixed_stride + k_channel, mask=is_key, other=0)
+            next_v = tl.load(mixed + ahead_token * mixed_stride + v_channel, mask=in_v, other=0)
+            next_gate = tl.load(z + ahead_token * z_stride + head * V + v_index, mask=in_v, other=0)
+            next_forget = tl.load(a + ahead_token * a_stride + head)
+            next_write = tl.load(b + ahead_token * b_stride + head)
+        decay = tl.exp(log_decay(forget.to(tl.float32), decay_rate, decay_bias))
+        beta = 1 / (1 + tl.exp(-write.to(tl.float32)))
         query = _convolved(q0, q1, q2, q3, qw0, qw1, qw2, qw3)
         key = _convolved(k0, k1, k2, k3, kw0, kw1, kw2, kw3)
         value = _convolved(v0, v1, v2, v3, vw0, vw1, vw2, vw3)
@@ -209,7 +226,7 @@ def step_kernel(
             tl.store(kept + ahead, state.to(state_pool.dtype.element_ty), mask=in_state)
         o = o.to(v3.dtype).to(tl.float32)
         mean = tl.sum(tl.sum(o * o, 1), 0) / V
-        scaled = o * tl.rsqrt(mean + eps) * gain * silu(gate)
+        scaled = o * tl.rsqrt(mean + eps) * gain * silu(gate.to(tl.float32))
         tl.store(out + (token * VH + head) * V + v_index, scaled.to(out.dtype.element_ty), mask=in_v)
         q0, q1, q2 = q1, q2, q3
         k0, k1, k2 = k1, k2, k3
@@ -225,15 +242,9 @@ def step_kernel(
             earlier = tl.atomic_add(arrivals + row * KH + key_head, 1, sem="relaxed")
         key_write = tl.where(earlier % GROUP == GROUP - 1, K, 0)
     if not ONE:
-        q0 = tl.load(window + q_channel, mask=is_key_read, other=0)
-        q1 = tl.load(window + C + q_channel, mask=is_key_read, other=0)
-        q2 = tl.load(window + 2 * C + q_channel, mask=is_key_read, other=0)
-        k0 = tl.load(window + k_channel, mask=is_key_read, other=0)
-        k1 = tl.load(window + C + k_channel, mask=is_key_read, other=0)
-        k2 = tl.load(window + 2 * C + k_channel, mask=is_key_read, other=0)
-        v0 = tl.load(window + v_channel, mask=in_v_read, other=0)
-        v1 = tl.load(window + C + v_channel, mask=in_v_read, other=0)
-        v2 = tl.load(window + 2 * C + v_channel, mask=in_v_read, other=0)
+        q0, q1, q2 = _window(window, q_channel, is_key_read, C)
+        k0, k1, k2 = _window(window, k_channel, is_key_read, C)
+        v0, v1, v2 = _window(window, v_channel, in_v_read, C)
         tl.debug_barrier()
     for i in range(tokens):
         if not ONE:
