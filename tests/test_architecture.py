@@ -124,6 +124,7 @@ FENCES: dict[str, tuple[str, tuple[str, ...]]] = {
             "runner/draft_graphs.py",
             "runner/runner.py",
             "*/metrics.py",
+            "config.py",
             "server/generation.py",  # the usage tells them, here and below
             "server/replies.py",
         ),

@@ -67,6 +67,8 @@ def another(config: type[Any], field: dataclasses.Field[Any]) -> str:
         return next(choice for choice in choices if choice != field.default)
     if isinstance(field.default, str):
         return "::1"
+    if field.name == "speculative_synthetic_acceptance":
+        return "0.7"
     if field.default in (None, ()):
         return "7"
     default: Any = field.default

@@ -58,6 +58,11 @@ class EngineConfig:
     speculative_tokens: Speculation = option(
         "auto", "most tokens guessed ahead by the MTP layer; auto is 3 on a GPU where the checkpoint has one, else 0"
     )
+    speculative_synthetic_acceptance: str | None = option(
+        None,
+        "for measuring with random weights: guesses count as right with these probabilities, whatever they are; one "
+        "for all places, or one for each, with commas",
+    )
     enforce_eager: bool = option(False, "no CUDA graphs: start sooner, decode slower, say the same")
     overlap: Overlap = option(
         "auto",
@@ -73,6 +78,7 @@ class EngineConfig:
         object.__setattr__(self, "speculative_tokens", str(self.speculative_tokens))  # 3 means "3"
         if self.speculative_tokens not in get_args(Speculation):
             raise ValueError(f"speculative_tokens is {self.speculative_tokens}; it must be auto, or 0 to 8")
+        self.refuse_pretence(is_random=True, num_guesses=1)
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -95,6 +101,40 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_batched_tokens is {tokens}, below max_num_seqs {seqs}: "
                 "a step could not hold one token of each request; raise the first or lower the second"
+            )
+
+    @property
+    def pretended(self) -> tuple[float, ...]:
+        """`speculative_synthetic_acceptance` as numbers; none where it is not given. The last one holds for all places
+        behind it.
+
+        Raises ValueError for what are no probabilities.
+        """
+        text = self.speculative_synthetic_acceptance
+        if text is None:
+            return ()
+        try:
+            shares = tuple(float(part) for part in str(text).split(","))
+        except ValueError:
+            shares = (-1.0,)
+        if not all(0 <= share <= 1 for share in shares):
+            raise ValueError(
+                f"speculative_synthetic_acceptance is {text!r}; it must be a number from 0 to 1, or several with commas"
+            )
+        return shares
+
+    def refuse_pretence(self, is_random: bool, num_guesses: int) -> None:
+        """Raises ValueError where guesses would count as right at random and answers be taken for a model's."""
+        wish = self.speculative_synthetic_acceptance
+        if self.pretended and not is_random:
+            raise ValueError(
+                f"speculative_synthetic_acceptance is {wish}, which makes tokens up: it is for random weights only "
+                "(preset, or load_format dummy)"
+            )
+        if self.pretended and not num_guesses:
+            raise ValueError(
+                f"speculative_synthetic_acceptance is {wish}, and nothing is guessed: "
+                f"speculative_tokens is {self.speculative_tokens}, say how many, from 1 to 8"
             )
 
     def limits(self, device: str) -> tuple[int, int]:

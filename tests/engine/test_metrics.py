@@ -24,6 +24,7 @@ STATS = Stats(
     preemptions=13,
     finished={"stop": 14, "length": 15},
     aborts={"disconnect": 16},
+    draft_alarm=True,
     tokens_a_step={1: 17, 2: 18, 4: 19, 12: 1},
 )
 

@@ -6,7 +6,9 @@ ever. Memory that nobody owns is NaN.
 
 from __future__ import annotations
 
+import json
 import random
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from tests.equivalence.truth import Answer, Truth
 from tests.equivalence.watch import Watched
 from tests.models.factory import tiny_config, write_checkpoint
 from tests.runner.test_graphs import with_graphs
+from tests.serving import serving
 
 VOCAB = 160
 NUM_REQUESTS = 10
@@ -204,6 +207,49 @@ def test_the_layers_own_drafts_change_no_token_either(folder: Path, alone: dict[
         assert answer.token_ids == alone[answer.request.request_id].token_ids
     assert watched.engine.stats().draft_tokens > 0
     watched.assert_nothing_left()
+
+
+def test_a_server_tells_drafts_in_the_usage(folder: Path) -> None:
+    flags = ("--device", "cpu", "--speculative-tokens", "3", "--max-num-seqs", "2")
+    body = json.dumps(
+        {"prompt": "Mia has 3 apples and buys 4 more.", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    )
+    with serving(*flags) as server:
+        request = urllib.request.Request(
+            f"{server.origin}/v1/completions", body.encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            usage = json.loads(answer.read())["usage"]
+        server.wait_until_idle()
+        numbers = server.metrics()
+    details = usage["completion_tokens_details"]
+    right, wrong = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    assert usage["completion_tokens"] == 40
+    assert 0 < right < 40
+    assert right == numbers["deltaserve_accepted_tokens_total"]
+    assert right + wrong == numbers["deltaserve_draft_tokens_total"]
+    assert numbers["deltaserve_draft_alarm"] == 0
+
+
+def test_pretended_drafts_make_the_steps_that_were_asked_for() -> None:
+    """Right ones always: four tokens a step. Only with random weights, and with a warning."""
+    settings: dict[str, Any] = {"device": "cpu", "max_num_seqs": 2, "speculative_tokens": "3"}
+    wish: dict[str, Any] = {"speculative_synthetic_acceptance": "1.0"}
+    with pytest.raises(ValueError, match="random weights only"):
+        Engine(EngineConfig(**settings, **wish))
+    with pytest.raises(ValueError, match="nothing is guessed"):
+        Engine(EngineConfig(load_format="dummy", **settings | {"speculative_tokens": "auto"}, **wish))
+    for wrong in ("2", "0.5,", "a", "-0.1"):
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            EngineConfig(speculative_synthetic_acceptance=wrong)
+    engine = Engine(EngineConfig(load_format="dummy", **settings, **wish), speculation=always(3))
+    params = SamplingParams(max_tokens=41, ignore_eos=True, seed=1)
+    engine.add(Request(request_id="one", prompt_token_ids=[1, 2, 3], params=params, arrival=0.0))
+    while engine.has_work():
+        engine.step()
+    stats = engine.stats()
+    assert stats.tokens_a_step == {4: 10}
+    assert stats.accepted_tokens == stats.draft_tokens == 30
 
 
 class Restless(Speculation):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -14,11 +15,11 @@ from deltaserve.config import EngineConfig
 from deltaserve.core.plan import Seating
 from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.engine import Engine
-from deltaserve.runner.draft import LookAhead
 from deltaserve.runner.sampling import Sampler
 from deltaserve.scheduler.speculation import Speculation
 from tests.models.factory import layer_kinds, tiny_config, write_checkpoint
 from tests.models.reference import Reference
+from tests.runner.test_graphs import with_graphs
 
 
 class AheadReference(Reference):
@@ -66,44 +67,63 @@ class AheadReference(Reference):
 
 
 class Recorder:
-    """The sampler's drafts, with the logits they were drawn from."""
+    """The sampler's drafts of one step, seat by seat, with the logits they were drawn from."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
-        self.step: list[tuple[int, Tensor, int]] = []
+        self.step: dict[int, list[tuple[int, Tensor, int]]] = {}
 
     def draft(self, logits_BV: Tensor, seats: Sequence[int], positions: Tensor) -> Tensor:
         tokens = self.sampler.draft(logits_BV, seats, positions)
-        [position], [token] = positions.tolist(), tokens.tolist()
-        self.step.append((position, logits_BV[0].clone(), token))
+        for row, seat in enumerate(seats):
+            drawn = (int(positions[row]), logits_BV[row].clone(), int(tokens[row]))
+            self.step.setdefault(seat, []).append(drawn)
         return tokens
 
 
-def test_logits_of_drafts_are_the_references(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = tiny_config(num_hidden_layers=2, full_attention_interval=2)
-    folder = write_checkpoint(tmp_path, shape, seed=8, mtp=True)
-    reference = AheadReference(
-        json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    )
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), shape, seed=8, mtp=True)
+
+
+def make_engine(folder: Path, max_num_seqs: int) -> tuple[Engine, Recorder]:
     engine = Engine(
         EngineConfig(
             model=str(folder),
             dtype="float64",
             state_dtype="float64",
             speculative_tokens="3",
-            max_num_seqs=1,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=50,
-            num_blocks=8,
+            num_blocks=8 * max_num_seqs,
         ),
         fill=float("nan"),
         speculation=Speculation(3, adaptive=False),
     )
     runner = engine.workers.runner
     assert runner is not None
-    assert isinstance(runner.guesser, LookAhead)
+    assert runner.look_ahead is not None
     recorder = Recorder(runner.sampler)
-    runner.guesser.sampler = recorder  # type: ignore[assignment]
-    compared = 0
+    runner.look_ahead.sampler = recorder  # type: ignore[assignment]
+    return engine, recorder
+
+
+def reference_of(folder: Path) -> AheadReference:
+    return AheadReference(json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors"))
+
+
+def compare(reference: AheadReference, tokens: list[int], drawn: list[tuple[int, Tensor, int]]) -> int:
+    assert [position for position, _, _ in drawn] == list(range(len(tokens), len(tokens) + len(drawn)))
+    rights = reference.drafts(tokens, [token for _, _, token in drawn][:-1])
+    for (_, told, _), right in zip(drawn, rights, strict=True):
+        torch.testing.assert_close(told, right, rtol=0, atol=1e-8)
+    return len(drawn)
+
+
+def test_logits_of_drafts_are_the_references(folder: Path) -> None:
+    reference, compared = reference_of(folder), 0
+    engine, recorder = make_engine(folder, max_num_seqs=1)
     prompt = torch.randint(160, (135,), generator=torch.Generator().manual_seed(1)).tolist()
     for number, length in enumerate((135, 135, 128, 2, 1, 64)):  # the second and third go on from stored prefixes
         params = SamplingParams(temperature=1.0, seed=number, max_tokens=8, ignore_eos=True)
@@ -114,17 +134,35 @@ def test_logits_of_drafts_are_the_references(tmp_path: Path) -> None:
             recorder.step.clear()
             for output in engine.step():
                 tokens += output.token_ids
-            if not recorder.step or not engine.has_work():
-                continue
-            assert [position for position, _, _ in recorder.step] == list(
-                range(len(tokens), len(tokens) + len(recorder.step))
-            )
-            rights = reference.drafts(tokens, [token for _, _, token in recorder.step][:-1])
-            for (_, told, _), right in zip(recorder.step, rights, strict=True):
-                torch.testing.assert_close(told, right, rtol=0, atol=1e-8)
-                compared += 1
+            if recorder.step and engine.has_work():
+                compared += compare(reference, tokens, recorder.step[0])
     assert compared > 30
     assert engine.stats().cached_tokens == 128 + 64
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_drafts_of_several_seats_at_once(folder: Path, graphs: bool) -> None:
+    """Rows of different lengths, while other prompts are still cut into chunks; and in steps of fixed shapes."""
+    reference, compared, most = reference_of(folder), 0, 0
+    engine, recorder = make_engine(folder, max_num_seqs=4)
+    runner = engine.workers.runner
+    assert runner is not None
+    if graphs:
+        with_graphs(engine)
+    draw = torch.Generator().manual_seed(2)
+    for number, length in enumerate((70, 3, 120, 1, 64)):
+        prompt = torch.randint(160, (length,), generator=draw).tolist()
+        params = SamplingParams(temperature=1.0, seed=number, max_tokens=12, ignore_eos=True)
+        engine.add(Request(request_id=str(number), prompt_token_ids=prompt, params=params, arrival=0.0))
+    while engine.has_work():
+        recorder.step.clear()
+        engine.step()
+        most = max(most, len(recorder.step))
+        for seat, drawn in recorder.step.items():
+            known = runner.seats.token_ids[seat, : drawn[0][0]].tolist()
+            compared += compare(reference, known, drawn)
+    assert compared > 60
+    assert most == 4
 
 
 def test_drafts_of_logits_that_are_not_finite_are_some_tokens() -> None:

@@ -47,6 +47,11 @@ def noise(seed: int, position: int) -> float:
 
 
 def naive_token(tokens: list[int], num_prompt: int, params: SamplingParams, logits: Floats) -> int:
+    cumulative = np.cumsum(naive_weights(tokens, num_prompt, params, logits))
+    return int((cumulative <= noise(params.seed or 0, len(tokens)) * cumulative[-1]).sum())
+
+
+def naive_weights(tokens: list[int], num_prompt: int, params: SamplingParams, logits: Floats) -> Floats:
     logits = logits.copy()
     output = tokens[num_prompt:]
     for token in set(tokens):
@@ -59,7 +64,7 @@ def naive_token(tokens: list[int], num_prompt: int, params: SamplingParams, logi
     if len(output) < params.min_tokens:
         logits[[token for token in params.stop_token_ids if token < len(logits)]] = -1e300
     if params.temperature == 0:
-        return int(logits.argmax())
+        return np.asarray(np.arange(len(logits)) == logits.argmax(), dtype=np.float64)
     weights = np.exp((logits - logits.max()) / params.temperature)
     if params.top_k:
         weights[logits < np.sort(logits)[-min(params.top_k, len(logits))]] = 0
@@ -68,8 +73,7 @@ def naive_token(tokens: list[int], num_prompt: int, params: SamplingParams, logi
     if params.top_p < 1:
         weights[order[likelier >= params.top_p * weights.sum()]] = 0
     weights[weights < params.min_p * weights.max()] = 0
-    cumulative = np.cumsum(weights)
-    return int((cumulative <= noise(params.seed or 0, len(tokens)) * cumulative[-1]).sum())
+    return np.asarray(weights)
 
 
 # ---- driving the sampler -------------------------------------------------------------------------------------------
@@ -302,6 +306,93 @@ def test_drafts_change_nothing_but_the_number_of_steps(seed: int) -> None:
         assert other.tokens == talk.tokens[: len(other.tokens)], talk.params
         assert other.logprobs == talk.logprobs[: len(other.logprobs)]
         assert talk.params.logprobs is None or len(other.logprobs) == len(other.output)
+
+
+SMALL, REQUESTS, ROUNDS = 10, 1000, 21
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7, "top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.15},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+    {"logit_bias": {3: 1.5, 5: -2.0}},
+    {"min_tokens": 2, "stop_token_ids": (1, 4), "top_k": 7, "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_drafts_keep_the_distribution(kind: int) -> None:
+    """The pairs of the first two tokens of 21,000 requests, each with two drafts of another model, against the exact
+    probabilities: chi-square."""
+    draw, params = np.random.default_rng(kind), SamplingParams(**KINDS[kind])
+    prompt, target = [0, 2], draw.standard_normal((SMALL, SMALL)) * 1.5
+    other = target + draw.standard_normal((SMALL, SMALL))
+    seen, num_right = np.zeros((SMALL, SMALL)), 0
+    for turn in range(ROUNDS):
+        pairs, right = two_tokens(prompt, params, target, other, range(turn * REQUESTS, (turn + 1) * REQUESTS))
+        np.add.at(seen, (pairs[:, 0], pairs[:, 1]), 1)
+        num_right += right
+    exact = np.zeros((SMALL, SMALL))
+    for first, chance in enumerate(normed(naive_weights(prompt, 2, params, target[prompt[-1]]))):
+        exact[first] = chance * normed(naive_weights([*prompt, first], 2, params, target[first]))
+    expected = exact * seen.sum()
+    assert not seen[exact == 0].any()
+    common = expected >= 8
+    cells = [*zip(seen[common], expected[common], strict=True), (seen[~common].sum(), expected[~common].sum())]
+    found = sum((have - want) ** 2 / want for have, want in cells if want)
+    freedom = len(cells) - 1
+    # Wilson and Hilferty: the cube root is nearly normal; four deviations.
+    limit = freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert found < limit, f"chi-square {found:.1f} with {freedom} degrees of freedom, at most {limit:.1f}"
+    assert 0.2 < num_right / seen.sum() < 0.95, "drafts are always right or always wrong"
+
+
+def normed(weights: Floats) -> Floats:
+    return np.asarray(weights / weights.sum())
+
+
+def two_tokens(
+    prompt: list[int], params: SamplingParams, target: Floats, other: Floats, seeds: range
+) -> tuple[npt.NDArray[np.int64], int]:
+    """The first two tokens [requests, 2] of requests with these seeds, and how many first drafts were right."""
+    sampler, seats = Sampler(len(seeds), SMALL, CPU, torch.float64), list(range(len(seeds)))
+    for seat, seed in enumerate(seeds):
+        own = msgspec.structs.replace(params, seed=seed)
+        sampler.seat(Seating(seat=seat, token_ids=prompt, num_prompt=len(prompt), params=own))
+    last, drafts = torch.full((len(seats),), prompt[-1]), list[Tensor]()
+    for place in range(2):
+        logits = torch.from_numpy(other[(drafts[-1] if drafts else last).numpy()])
+        drafts.append(sampler.draft(logits, seats, [len(prompt) + place] * len(seats)))
+    before = torch.stack([last, *drafts], 1).flatten()
+    guesses = Drafts((2,) * len(seats), torch.stack(drafts, 1).flatten())
+    starts = [len(prompt)] * len(seats)
+    sampled = sampler.sample(torch.from_numpy(target[before.numpy()]), seats, starts, guesses)
+    tokens = [result.token_ids for result in sampled.results()]
+    short = [seat for seat in seats if len(tokens[seat]) == 1]
+    logits = torch.from_numpy(target[[tokens[seat][0] for seat in short]])
+    rest = sampler.sample(logits, short, [len(prompt) + 1] * len(short)).results()
+    for seat, result in zip(short, rest, strict=True):
+        tokens[seat] = tokens[seat] + result.token_ids
+    return np.array([pair[:2] for pair in tokens]), len(seats) - len(short)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_pretended_drafts_are_right_as_often_as_asked(temperature: float) -> None:
+    count, vocab = 4000, 50
+    sampler, seats = Sampler(count, vocab, CPU), list(range(count))
+    sampler.pretend([0.9, 0.5])
+    for seat in seats:
+        params = SamplingParams(temperature=temperature, seed=seat)
+        sampler.seat(Seating(seat=seat, token_ids=[1], num_prompt=1, params=params))
+    drafts = torch.randint(vocab, (3 * count,))
+    sampled = sampler.sample(torch.randn(4 * count, vocab), seats, [1] * count, Drafts((3,) * count, drafts))
+    given = sampled.num_tokens
+    shares = [float((given > place + 1).sum() / (given > place).sum()) for place in range(3)]
+    assert np.allclose(shares, [0.9, 0.5, 0.5], atol=0.04)
+    for row, drafted in zip(sampled.results(), drafts.view(-1, 3).tolist(), strict=True):
+        num_right = len(row.token_ids) - 1
+        assert row.token_ids[:-1] == drafted[:num_right]
+        assert num_right == 3 or row.token_ids[-1] != drafted[num_right]
 
 
 def test_non_finite_logits_behind_a_wrong_draft_do_no_harm() -> None:

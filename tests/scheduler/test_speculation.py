@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from deltaserve.scheduler.speculation import PROBE_EVERY, PROBE_STEPS, WINDOW, Speculation, StepCost
+from deltaserve.scheduler.speculation import GPU_COST, PROBE_EVERY, PROBE_STEPS, WINDOW, Speculation, StepCost
 
 
 def run(speculation: Speculation, chance: float, steps: int, num_rows: int = 1, seed: int = 0) -> list[int]:
@@ -52,6 +52,29 @@ def test_large_batches_want_fewer_drafts() -> None:
     cost = StepCost(fixed=10.0, per_token=1.0, per_draft=0.5, per_drafted_token=0.1)
     few, many = (run(Speculation(4, cost), 0.7, 300, num_rows)[-1] for num_rows in (1, 60))
     assert few > many
+
+
+def test_an_alarm_where_hardly_any_draft_is_right(caplog: pytest.LogCaptureFixture) -> None:
+    """Said once; taken back when drafts are right again."""
+    speculation = Speculation(3, adaptive=False)
+    for _ in range(3):
+        run(speculation, 0.04, 334)
+    assert speculation.alarm
+    [record] = caplog.records
+    assert "mtp.*" in record.getMessage()
+    run(speculation, 0.5, 400)
+    assert not speculation.alarm
+
+
+@pytest.mark.parametrize("chance", [0.9, 0.6, 0.1])
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 128])
+def test_on_a_gpu_drafts_are_asked_for_where_they_pay(num_rows: int, chance: float) -> None:
+    """By the costs that are assumed, whatever is chosen gives no fewer tokens for its time than no drafts give."""
+    chosen = run(Speculation(3, GPU_COST), chance, 400, num_rows)[-1]
+    tokens = sum(chance**place for place in range(chosen + 1))
+    assert tokens / GPU_COST.of(num_rows, chosen) > 0.98 / GPU_COST.of(num_rows, 0)
+    if chance == 0.9 and num_rows == 1:
+        assert chosen > 0
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])

@@ -56,6 +56,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Counter by place in the chain, from 0: drafts that were verified."""
     accepted_at: dict[int, int] = {}
     """Counter by place in the chain, from 0: drafts that were right, as were all before them."""
+    draft_alarm: bool = False
+    """Gauge: of the last thousand drafts fewer than one in twenty was right."""
     tokens_a_step: dict[int, int] = {}
     """Counter by tokens, from 1: rows of requests past their prompt that gave so many."""
     preemptions: int

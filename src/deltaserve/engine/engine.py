@@ -25,7 +25,7 @@ from deltaserve.model_config import ModelConfig
 from deltaserve.runner.blueprint import Blueprint
 from deltaserve.runner.runner import Computed
 from deltaserve.scheduler.scheduler import Scheduler
-from deltaserve.scheduler.speculation import Speculation
+from deltaserve.scheduler.speculation import GPU_COST, Speculation, StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class Engine:
         index: IndexFactory = (
             partial(PrefixIndex, salt=secrets.token_bytes(32)) if config.prefix_cache == "on" else NoPrefixIndex
         )
+        cost = StepCost() if blueprint.device.type == "cpu" else GPU_COST
         self.scheduler = Scheduler(
             make_cache(*memory.pool_sizes, memory.max_keep, index),
             max_num_seqs=memory.max_num_seqs,
@@ -81,7 +82,7 @@ class Engine:
             max_model_len=memory.max_model_len,
             eos_token_ids=sorted({*blueprint.model.eos_token_ids, *self.generation_defaults.eos_token_ids}),
             seed=config.seed,
-            speculation=speculation or Speculation(blueprint.num_guesses),
+            speculation=speculation or Speculation(blueprint.num_guesses, cost),
         )
         self._in_flight: tuple[Plan, Pending] | None = None
         self._unusable: Exception | None = None

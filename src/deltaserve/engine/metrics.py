@@ -31,6 +31,7 @@ GAUGES: list[tuple[str, str, Callable[[Stats], float]]] = [
     ("state_slots_cached", "State slots that only the prefix index keeps.", lambda s: s.cache.slots_cached),
     ("state_slots_capacity", "State slots that there are.", lambda s: s.cache.slots_total),
     ("cache_usage_ratio", "Share in use of the fuller pool, KV blocks or state slots.", lambda s: usage_ratio(s.cache)),
+    ("draft_alarm", "1 where of the last thousand drafts hardly any was right.", lambda s: s.draft_alarm),
 ]
 COUNTERS: list[tuple[str, str, Callable[[Stats], float]]] = [
     ("steps", "Steps of the engine.", lambda s: s.steps),

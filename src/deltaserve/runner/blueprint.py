@@ -60,6 +60,7 @@ class Blueprint:
         dtype = choose_dtype(config.dtype, device, model.checkpoint_dtype)
         state = state_dtype(config.state_dtype)
         num_guesses = _num_guesses(config.speculative_tokens, None if is_random else path, device)
+        config.refuse_pretence(is_random, num_guesses)
         quantized = quantized_units(None if is_random else path, model, num_guesses > 0, config.quantization)
         outline = empty_model(model, dtype, num_guesses > 0, quantized)
         sizes = footprint(model, dtype, state, weight_bytes(outline), num_guesses > 0)

@@ -63,7 +63,7 @@ class Runner:
         self.seats = Seats(plan.max_num_seqs, plan.max_model_len)
         self.inputs = Inputs(self.seats, pools, device, plan.max_keep - 1)
         self.sampler = Sampler(plan.max_num_seqs, vocab_size, device, logits_dtype)
-        self.look_ahead = None if model.mtp is None else LookAhead(model, self.inputs, self.sampler, pools)
+        self.look_ahead = LookAhead(model, self.inputs, self.sampler, pools) if pools.hidden else None
         self.guesser: Guesser | None = self.look_ahead
         self.slice_len = max(1, LOGITS_BYTES // (vocab_size * logits_dtype.itemsize))
         self.graphs: StepGraphs | None = None

@@ -31,6 +31,10 @@ _PIECE = 2**24
 """Logits that `prompt_logprobs` looks at at once; its temporaries are a few times as large."""
 
 
+PRETENDED_STREAM = 1
+"""Added to a request's key: noise apart from the tokens'."""
+
+
 class NonFiniteLogitsError(ArithmeticError):
     """Some logit is NaN or infinite: the request they belong to cannot go on."""
 
@@ -164,6 +168,11 @@ class _Rows:
         pairs = [(n, first + j) for n, first, offset in firsts for j in range(offset)]
         return self.index([n for n, _ in pairs]), self._drafts.token_ids[self.index([draft for _, draft in pairs])]
 
+    def checked(self) -> list[tuple[int, int]]:
+        """Of each draft: the row whose token it must equal, and its place in the chain."""
+        counts = self._drafts.counts
+        return [(self.start[b] + place, place) for b, count in enumerate(counts) for place in range(count)]
+
     def walk(self, token_R: Tensor, ok_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Each request's tokens [B, J] up to and including the first that is not its draft; how many; all finite."""
         longest = max(self._drafts.counts)
@@ -191,10 +200,16 @@ class Sampler:
         self._device = device
         self._params = SeatParams(num_seats, vocab_size, device, dtype)
         self._no_drafts = torch.zeros(0, dtype=torch.int64, device=device)
+        self._pretended: tuple[float, ...] = ()
 
     def seat(self, seating: Seating) -> None:
         """Take over a request's parameters and count its tokens afresh. Replaces whoever sat there."""
         self._params.seat(seating)
+
+    def pretend(self, acceptance: Sequence[float]) -> None:
+        """From now on a draft at each place is taken for the drawn token, or refused, with these probabilities; the
+        last one holds for all places behind it. Only for measuring: the tokens are no longer the model's."""
+        self._pretended = tuple(acceptance)
 
     def sample(
         self, logits_RV: Tensor, seats: Sequence[int], positions: Sequence[int] | Tensor, drafts: Drafts | None = None
@@ -214,6 +229,8 @@ class Sampler:
             f"sampling: logits {tuple(logits_RV.shape)} for {len(rows)} rows, vocabulary {self._vocab_size}"
         )
         token_R, ok_R = self._draw_checked(logits_RV, seats, rows)
+        if self._pretended and len(drafts.token_ids):
+            token_R = self._make_up(token_R, seats, rows, drafts.token_ids)
         token_BJ, num_B, ok_B = rows.walk(token_R, ok_R)
         counted = [b for b, seat in enumerate(rows.seats) if seat.count_row is not None]
         if counted:
@@ -249,6 +266,18 @@ class Sampler:
             columns = (tokens, *ops.token_logprobs(logits_NV[first : first + piece], tokens, num_top))
             found += _as_logprobs([values.tolist() for values in columns], range(len(tokens)), num_top)
         return found
+
+    def _make_up(self, token_R: Tensor, seats: Sequence[int], rows: _Rows, draft_N: Tensor) -> Tensor:
+        """The drawn tokens, and the drafts in place of those that count as accepted."""
+        checked = rows.checked()
+        params = self._params.rows([seats[request] for request in rows.request], rows.positions())
+        row_N = rows.index([row for row, _ in checked])
+        shares = [self._pretended[min(place, len(self._pretended) - 1)] for _, place in checked]
+        share_N = send(torch.tensor(shares, dtype=torch.float64), self._device)
+        noise_N = ops.uniform(params.key[row_N] + PRETENDED_STREAM, params.position[row_N])
+        drawn_N = token_R[row_N]
+        other_N = torch.where(drawn_N == draft_N, (draft_N + 1) % self._vocab_size, drawn_N)
+        return token_R.index_copy(0, row_N, torch.where(noise_N < share_N, draft_N, other_N))
 
     def _draw_checked(self, logits_RV: Tensor, seats: Sequence[int], rows: _Rows) -> tuple[Tensor, Tensor]:
         """The token of every row, and whether the row is finite."""

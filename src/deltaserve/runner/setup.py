@@ -14,6 +14,7 @@ from deltaserve.runner.graphs import StepGraphs
 from deltaserve.runner.memory import MemoryPlan, allocate, blocks_of
 from deltaserve.runner.model import Model
 from deltaserve.runner.runner import Runner
+from deltaserve.runner.self_check import complaint
 from deltaserve.runner.warmup import WarmUp
 
 logger = logging.getLogger(__name__)
@@ -29,10 +30,16 @@ def make_runner(
 
     Raises ValueError for sizes that the user chose and that do not fit.
     """
-    if blueprint.device.type == "cpu":
-        return blueprint, _runner(blueprint, model, blueprint.memory, fill)
-    blueprint = _measure(config, blueprint, model)
+    on_cpu = blueprint.device.type == "cpu"
+    blueprint = blueprint if on_cpu else _measure(config, blueprint, model)
+    if blueprint.num_guesses and not blueprint.is_random:
+        blueprint = _check_guesses(blueprint, model)
     runner = _runner(blueprint, model, blueprint.memory, fill)
+    if config.pretended and blueprint.num_guesses:
+        logger.warning("guesses count as right at random, as was asked: for measuring, not for answers")
+        runner.sampler.pretend(config.pretended)
+    if on_cpu:
+        return blueprint, runner
     if not config.enforce_eager and blueprint.dtype != torch.float64:
         graphs = _graphs(blueprint, runner)
         graphs.record()
@@ -63,6 +70,18 @@ def _measure(config: EngineConfig, blueprint: Blueprint, model: Model) -> Bluepr
     torch.cuda.empty_cache()
     free = free_memory(blueprint.device) + blueprint.memory.sizes.weights
     return blueprint.measured(config, free, reserve=steps + num_graphs * GRAPH_BYTES)
+
+
+def _check_guesses(blueprint: Blueprint, model: Model) -> Blueprint:
+    """The blueprint without guesses, where the MTP layer gives no numbers. One that guesses badly costs no more than
+    the few tries that show it."""
+    memory = replace(blueprint.memory, num_blocks=1, num_slots=1, device=str(blueprint.device))
+    pools = allocate(blueprint.model, memory, blueprint.dtype, blueprint.state_dtype, 0.0, with_mtp=True)
+    fault = complaint(model, blueprint.model.vocab_size, pools)
+    if fault is None:
+        return blueprint
+    logger.warning(fault)
+    return replace(blueprint, num_guesses=0) if "not finite" in fault else blueprint
 
 
 def _runner(blueprint: Blueprint, model: Model, memory: MemoryPlan, fill: float | None) -> Runner:

@@ -50,11 +50,12 @@ class Counters:
                 counter[place] = counter.get(place, 0) + 1
         self.tokens_a_step[1 + num_accepted] = self.tokens_a_step.get(1 + num_accepted, 0) + 1
 
-    def stats(self, running: int, waiting: int, cache: CacheUsage) -> Stats:
+    def stats(self, running: int, waiting: int, cache: CacheUsage, draft_alarm: bool = False) -> Stats:
         return Stats(
             running=running,
             waiting=waiting,
             cache=cache,
+            draft_alarm=draft_alarm,
             steps=self.steps,
             prefilled_tokens=self.prefilled_tokens,
             cached_tokens=self.cached_tokens,

@@ -210,7 +210,8 @@ class Scheduler:
     # ---- what others may ask ---------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        return self._counters.stats(len(self._lines.running), len(self._lines.waiting), self._cache.usage())
+        running, waiting = len(self._lines.running), len(self._lines.waiting)
+        return self._counters.stats(running, waiting, self._cache.usage(), self._speculation.alarm)
 
     def check(self) -> None:
         """Balance the ledger of lines, seats, blocks and states. Raises AssertionError."""

@@ -4,18 +4,25 @@ A step costs, in units of a plain step of one request, `fixed + per_token * toke
 `per_draft` and `per_drafted_token` for each request. With acceptance a_j of draft j where all before it were accepted,
 a request gets 1 + a_1 + a_1 a_2 + ... tokens. The number of drafts with the most tokens for its cost is taken.
 
-The costs are numbers given at start, not times taken meanwhile: equal histories give equal plans.
+The costs are numbers given at start, not times taken meanwhile: equal histories give equal plans. Where hardly any
+draft is right for long, a warning says so once, and `alarm` stays until that changes.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
 
 WINDOW = 64.0
 """Verified drafts that count, of each place: older ones fade."""
 PRIOR = 4.0
 """Weight of the guess that the acceptance of a place begins with."""
 FIRST_GUESS = 0.7
+ALARM_DRAFTS = 1000
+ALARM_SHARE = 0.05
+"""Where fewer of so many drafts are right, something is wrong with the layer that makes them."""
 PROBE_EVERY = 256
 """Steps without drafts after which some are tried again ..."""
 PROBE_STEPS = 8
@@ -30,11 +37,20 @@ class StepCost:
     per_token: float = 0.05
     per_draft: float = 0.3
     per_drafted_token: float = 0.02
+    experts: float = 0.0
+    """Reading all experts' weights, of which each token asks for `per_expert` and those of a step share what they read.
+    """
+    per_expert: float = 0.0
 
     def of(self, num_rows: int, num_drafts: int) -> float:
         """A step that verifies and proposes so many drafts for each of its rows."""
-        step = self.fixed + self.per_token * num_rows * (1 + num_drafts)
+        tokens = num_rows * (1 + num_drafts)
+        step = self.fixed + self.per_token * tokens + self.experts * (1 - (1 - self.per_expert) ** tokens)
         return step + num_drafts * (self.per_draft + self.per_drafted_token * num_rows)
+
+
+GPU_COST = StepCost(0.8, 0.025, 0.15, 0.01, experts=9.0, per_expert=10 / 512)
+"""Of the 80B model in FP8 on one H200, from the bytes it must move, where a plain step of one request takes 2 ms."""
 
 
 @dataclass
@@ -47,6 +63,10 @@ class Speculation:
     """False: always the most, for tests and benchmarks."""
     _drafted: list[float] = field(default_factory=list)
     _accepted: list[float] = field(default_factory=list)
+    alarm: bool = False
+    """Of the last ALARM_DRAFTS drafts hardly any was right."""
+    _counted: int = 0
+    _right: int = 0
     _idle: int = 0
     """Steps since the last draft."""
     _probe: int = 0
@@ -80,10 +100,26 @@ class Speculation:
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """One request's step: so many drafts, of which the first so many were right."""
+        self._watch(num_drafts, num_accepted)
         for place in range(min(num_accepted + 1, num_drafts, self.max_drafts)):
             keep = min(1.0, WINDOW / (self._drafted[place] + 1))
             self._drafted[place] = (self._drafted[place] + 1) * keep
             self._accepted[place] = (self._accepted[place] + (place < num_accepted)) * keep
+
+    def _watch(self, num_drafts: int, num_accepted: int) -> None:
+        self._counted += num_drafts
+        self._right += num_accepted
+        if self._counted < ALARM_DRAFTS:
+            return
+        before, self.alarm = self.alarm, self._right < ALARM_SHARE * self._counted
+        if self.alarm and not before:
+            logger.warning(
+                "of the last %d drafts %d were right: the MTP layer's weights look wrong, or belong to another model; "
+                "check that mtp.* comes from this checkpoint, or start with --speculative-tokens 0",
+                self._counted,
+                self._right,
+            )
+        self._counted = self._right = 0
 
     def _best(self, num_rows: int) -> int:
         best, best_rate = 0, num_rows / self.cost.of(num_rows, 0)
