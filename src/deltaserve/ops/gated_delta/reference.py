@@ -22,8 +22,9 @@ from torch.nn import functional
 from deltaserve.ops.layout import Kept, Layout, Segment, keep_slots, kept_by_place, read_slots, slot_index
 from deltaserve.ops.numeric import cast, constant, wide_dtype
 
-CHUNK = 32
-"""Tokens in one chunk. Fixed, so that a row's rounding does not depend on its neighbours."""
+CHUNK = 16
+"""Tokens in one chunk: few, because what a CPU does with pairs of tokens is not matrix products alone. Fixed, so that a
+row's rounding does not depend on its neighbours."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,10 @@ class ChunkIndex:
     """Chunks number c are `bounds[c]` to `bounds[c + 1]`."""
     place: Tensor
     """int64 [tokens]: chunk * CHUNK + place in the chunk."""
+    token: Tensor
+    """int64 [places]: the token of a place, any where there is none."""
+    padding: Tensor
+    """int64: the places where there is none."""
     end: Kept
     """The turns whose state is kept after the last token, as rows."""
     inner_place: Tensor
@@ -146,18 +151,18 @@ def chunk(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Ten
 
     def chunks(part: Tensor) -> Tensor:
         """[tokens, heads, ...] to [M, Hk, R or 1, C, ...]."""
-        padded = part.new_zeros(index.bounds[-1] * CHUNK, *part.shape[1:]).index_copy_(0, index.place, part)
+        padded = part.index_select(0, index.token).index_fill_(0, index.padding, 0)
         return padded.view(-1, CHUNK, k_heads, part.shape[1] // k_heads, *part.shape[2:]).movedim(1, 3).contiguous()
 
     q_CK, k_CK, v_CD, beta_C1 = (chunks(part) for part in (x.qk[0] * x.scale, x.qk[1], x.v, x.beta[..., None]))
     sum_C = chunks(x.g).double().cumsum(-1)  # fp32 would lose a small decay beside a large sum
-    above_CC = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).triu(1)
-    between_CC = (sum_C[..., :, None] - sum_C[..., None, :]).masked_fill_(above_CC, -torch.inf)
-    decay_CC, decay_C1 = between_CC.to(wide).exp_(), sum_C.exp().to(wide)[..., None]
+    between_CC = sum_C[..., :, None] - sum_C[..., None, :]
+    decay_CC, decay_C1 = between_CC.to(wide).exp_().tril_(), sum_C.exp().to(wide)[..., None]
 
     system_CC = (k_CK @ k_CK.transpose(-1, -2) * decay_CC).mul_(beta_C1)
     identity_CC = torch.eye(CHUNK, dtype=wide, device=device)
-    inverse_CC = torch.linalg.solve_triangular(system_CC, identity_CC, upper=False, unitriangular=True)
+    # The transpose is a matrix as LAPACK stores it, and is solved from the right without a copy.
+    inverse_CC = torch.linalg.solve_triangular(system_CC.mT, identity_CC, upper=True, left=False, unitriangular=True).mT
     u_CD, w_CK = inverse_CC @ (v_CD * beta_C1), inverse_CC @ (k_CK * (decay_C1 * beta_C1))
 
     state_BVKD = read_slots(pool_SVKD, layout.once(slot_index, segment)).index_select(0, index.row_of_turn).to(wide)
@@ -165,7 +170,8 @@ def chunk(x: Tokens, pool_SVKD: Tensor, layout: Layout, segment: Segment) -> Ten
     o_CD, before_IVKD = _pass_over_states(
         state_BVKD, u_CD, w_CK, q_CK * decay_C1, to_end_CK, decay_C1[..., -1:, :], index
     )
-    o_CD += (q_CK @ k_CK.transpose(-1, -2) * decay_CC) @ u_CD
+    within_CC = q_CK @ k_CK.transpose(-1, -2) * decay_CC
+    o_CD.flatten(0, 2).baddbmm_(within_CC.flatten(0, 2), u_CD.flatten(0, 2))
 
     keep_slots(pool_SVKD, state_BVKD, index.end)
     if index.inner_by_number:
@@ -216,6 +222,10 @@ def chunk_index(layout: Layout, segment: Segment) -> ChunkIndex:
     token = torch.arange(len(row), device=device) - segment.cu_seqlens.long()[row]
     place = (bound[token // CHUNK] + turn_of_row[row]) * CHUNK + token % CHUNK
 
+    bounds: list[int] = bound.tolist()
+    token_of_place = place.new_full((bounds[-1] * CHUNK,), -1)
+    token_of_place[place] = torch.arange(len(row), device=device)
+
     kept_row, kept_token = row[index.kept_token], token[index.kept_token]
     is_end = kept_token == lengths[kept_row] - 1
     inner_turn, inner_number = turn_of_row[kept_row][~is_end], kept_token[~is_end] // CHUNK
@@ -225,8 +235,10 @@ def chunk_index(layout: Layout, segment: Segment) -> ChunkIndex:
         inner_by_number[number] = (inner, inner_turn[inner])
     return ChunkIndex(
         row_of_turn=row_of_turn,
-        bounds=bound.tolist(),
+        bounds=bounds,
         place=place,
+        token=token_of_place.clamp(min=0),
+        padding=(token_of_place < 0).nonzero().squeeze(1),
         end=Kept(turn_of_row[kept_row][is_end], index.kept_slot[is_end]),
         inner_place=place[index.kept_token][~is_end],
         inner_slot=index.kept_slot[~is_end],

@@ -26,10 +26,9 @@ def gated_rms_norm(x_V: Tensor, z_V: Tensor, weight_V: Tensor, eps: float) -> Te
 
 
 def _weighted_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`x * w / sqrt(mean(x^2) + eps)`, as `sqrt(D) * x * w / hypot(|x|, sqrt(D * eps))`, which takes fewer calls."""
+    """`x * w / sqrt(mean(x^2) + eps)`, whose root is `hypot(|x|, sqrt(D * eps)) / sqrt(D)`, which takes fewer calls."""
     width, wide, device = x_D.shape[-1], wide_dtype(x_D.dtype), x_D.device
     x_D = cast(x_D, wide)
     length = torch.linalg.vector_norm(x_D, dim=-1, keepdim=True)
-    floored = torch.hypot(length, constant(math.sqrt(width * eps), wide, device))
-    zero = constant(0.0, wide, device)
-    return torch.addcdiv(zero, x_D * cast(weight_D, wide), floored, value=math.sqrt(width))
+    root = torch.hypot(length, constant(math.sqrt(width * eps), wide, device)).mul_(width**-0.5)
+    return (x_D * cast(weight_D, wide)).div_(root)
