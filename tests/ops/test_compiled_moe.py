@@ -60,7 +60,7 @@ def test_groups(target: str, quantized: bool) -> None:
         tiles = choose_tiles(11 * tokens, 513, quantized, SHARED[target])
         for found in compile_groups(target, tiles, WAYS[target] if quantized else 0):
             full = target == "sm_90" and tiles.pairs == 64  # two programs of 4 warps share all registers
-            assert found.spilled <= (64 if full else 0), tiles
+            assert found.spilled <= (128 if full else 0), tiles
             assert found.shared <= SHARED[target], tiles
             if target == "sm_90":
                 assert "wgmma.mma_async" in found.assembly
