@@ -72,13 +72,19 @@ def gate_up_of(rows: int, warps: int) -> Run:
     return run
 
 
-def pairs_of(rows: int, warps: int, outputs: int, down_warps: int, early: bool = False) -> Run:
+def pairs_of(rows: int, warps: int, outputs: int, down_warps: int, early: bool = False, quantizes: bool = True) -> Run:
+    """`quantizes`: the routing launch does so, once; else every program of the experts."""
+
     def run(x: Tensor, scores: Tensor, held: Held) -> object:
         from deltaserve.ops.moe.triton_pairs import down, gate_up
-        from deltaserve.ops.moe.triton_route import route
+        from deltaserve.ops.moe.triton_route import route, route_and_quantize
 
-        weights, ids, _ = route(scores, TOP_K, True, True, early)
-        h = gate_up(x, held[0], held[2], ids, True, rows, warps, early)
+        ready = None
+        if quantizes:
+            weights, ids, _, ready = route_and_quantize(scores, x, TOP_K, True, True, early)
+        else:
+            weights, ids, _ = route(scores, TOP_K, True, True, early)
+        h = gate_up(x, held[0], held[2], ids, True, rows, warps, early, ready)
         return down(h, held[1], held[3], weights, ids, outputs, down_warps, early)
 
     return run
@@ -164,9 +170,12 @@ def cases() -> list[Case]:
     for pairs in PAIRS:
         label = "pairs BI={} w{} BD={} w{}".format(*pairs)
         found.extend(case(label, tokens, pairs_of(*pairs)) for tokens in ((1, 8) if pairs == PAIRS[0] else (1,)))
+    found.append(case("pairs, quantising in each", 1, pairs_of(*PAIRS[1], quantizes=False)))
     for pairs in EARLY_PAIRS:
         label = "early pairs BI={} w{} BD={} w{}".format(*pairs)
         found.append(case(label, 1, pairs_of(*pairs, early=True)))
+        if pairs[0] == 4 and pairs[1] == 4:
+            found.append(case(f"{label}, quantising in each", 1, pairs_of(*pairs, early=True, quantizes=False)))
     found.append(case("pairs", 4, pairs_of(*PAIRS[0])))
     found.append(case("pairs", 16, pairs_of(*PAIRS[0])))
     for few in FEW:

@@ -74,8 +74,8 @@ def test_pairs(target: str) -> None:
     gate_up = compile_for(
         TARGETS[target],
         triton_pairs.gate_up_kernel,
-        signature_of(way, False, "*bf16"),
-        SHAPE | {"K": 11, "BI": 4, "BK": 2048, "FP8": way, "SHARED": 512, "EARLY": target == "sm_90"},
+        signature_of(way, True, "*bf16", h_ptr="*bf16"),
+        SHAPE | {"K": 11, "BI": 4, "BK": 2048, "FP8": way, "READY": True, "SHARED": 512, "EARLY": target == "sm_90"},
     )
     down = compile_for(
         TARGETS[target],
@@ -93,12 +93,15 @@ def test_pairs(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_routing(target: str) -> None:
-    sizes = {"scores_ptr": "*bf16", "stride": "i32", "pairs": "i32", "out_ptr": "*bf16"}
+    way = WAYS[target]
+    sizes = {"scores_ptr": "*bf16", "stride": "i32", "pairs": "i32", "out_ptr": "*bf16", "q_ptr": TYPES[way]}
+    sizes["scale_ptr"] = "*fp32"
     tables = dict.fromkeys(("sorted_ptr", "expert_ptr", "turn_ptr", "first_ptr", "number_ptr", "given_ptr"), "*i32")
     signature = signature_of(0, False, "*fp32", **sizes, **tables)
     early = {"EARLY": target == "sm_90"}
     many = {"E": 513, "BM": 64, "BP": 512} | early
-    route = {"E": 512, "K": 10, "EP": 512, "KP": 16, "RENORMALIZE": True, "SHARED": True, "EARLY": target == "sm_90"}
+    route = {"E": 512, "K": 10, "EP": 512, "KP": 16, "RENORMALIZE": True, "SHARED": True} | early
+    route |= {"INPUTS": 2048, "FP8": way}
     for kernel, constants, warps in (
         (route_kernel, route, 1),
         (group_kernel, {"BM": 16, "BP": 512} | early, 4),

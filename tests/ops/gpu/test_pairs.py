@@ -53,6 +53,9 @@ def test_each_product_of_a_pair(width: int, inner: int, quantized: bool, dtype: 
         weights, ids, _ = triton_route.route(scores, 10, True, True)
         with guarded():
             h = triton_pairs.gate_up(x, w13, w13_scale, ids, True)
+            if quantized:
+                ready = triton_route.route_and_quantize(scores, x, 10, True, True)[3]
+                assert torch.equal(triton_pairs.gate_up(x, w13, w13_scale, ids, True, ready=ready), h)
             y = triton_pairs.down(h, w2, w2_scale, weights, ids)
         expected = torch.zeros(tokens, width, dtype=torch.float64, device=CUDA)
         for pair, expert in enumerate(ids.flatten().tolist()):

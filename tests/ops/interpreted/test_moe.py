@@ -110,6 +110,9 @@ def test_pairs(tokens: int, num_experts: int, top_k: int, width: int, inner: int
     with guarded():
         h = triton_pairs.gate_up(x, weights[0], weights[2], ids, rows=32)
         same = triton_pairs.gate_up(x, weights[0], weights[2], ids, True, rows=32)
+        if dtype is None:
+            ready = triton_route.route_and_quantize(torch.randn(tokens, num_experts + 1), x, top_k, True, True)[3]
+            same = triton_pairs.gate_up(x, weights[0], weights[2], ids, True, rows=32, ready=ready)
         output = triton_pairs.down(h, weights[1], weights[3], chosen, ids, rows=32)
         other = triton_pairs.down(h, weights[1], weights[3], chosen, ids, rows=64)
     limit = 2e-3 if dtype == torch.float16 else 2e-6 if dtype else FLIPS

@@ -28,8 +28,14 @@ def sparse_moe(
     if tokens == 0:
         return x_TD.new_empty(x_TD.shape)
     shared = w13.shape[0] == scores_TF.shape[1]
-    weights_TK, ids_TK, count = triton_route.route(scores_TF, top_k, renormalize, shared)
     if tokens <= triton_pairs.MAX_TOKENS:
-        h_PI = triton_pairs.gate_up(x_TD, w13, w13_scale, ids_TK, shared)
+        ready = None
+        if w13_scale is None:
+            weights_TK, ids_TK, _ = triton_route.route(scores_TF, top_k, renormalize, shared)
+        else:
+            routed = triton_route.route_and_quantize(scores_TF, x_TD, top_k, renormalize, shared)
+            weights_TK, ids_TK, _, ready = routed
+        h_PI = triton_pairs.gate_up(x_TD, w13, w13_scale, ids_TK, shared, ready=ready)
         return triton_pairs.down(h_PI, w2, w2_scale, weights_TK, ids_TK)
+    weights_TK, ids_TK, count = triton_route.route(scores_TF, top_k, renormalize, shared)
     return triton_groups.grouped(x_TD, w13, w2, w13_scale, w2_scale, weights_TK, ids_TK, count, shared=shared)

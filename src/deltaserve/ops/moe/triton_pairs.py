@@ -24,24 +24,42 @@ HELD_BYTES = 32 << 10
 
 
 @triton.jit
-def gate_up_input(x_ptr, gate_scale, up_scale, start, WIDTH: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr):
-    """Twice fp32 [BK]: one input from `start` on; quantised, times its own scales and the gate's or the up's."""
+def gate_up_input(
+    x_ptr,
+    x_scale_ptr,
+    gate_scale,
+    up_scale,
+    start,
+    WIDTH: tl.constexpr,
+    BK: tl.constexpr,
+    FP8: tl.constexpr,
+    READY: tl.constexpr,
+):
+    """Twice fp32 [BK]: one input from `start` on; quantised, if it is not yet, times its own scales and the gate's or
+    the up's."""
     k = start + tl.arange(0, BK)
-    x = tl.load(x_ptr + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    x_in = tl.load(x_ptr + k, mask=k < WIDTH, other=0.0)
+    x = widen(x_in, FP8 if READY else 0)
     x_gate, x_up = x, x
     if FP8 != 0:
         block = start // 128 + tl.arange(0, BK // 128)
         gate = tl.load(gate_scale + block, mask=block * 128 < WIDTH, other=0.0)
         up = tl.load(up_scale + block, mask=block * 128 < WIDTH, other=0.0)
-        x_q, scale = quantize(tl.reshape(x, (BK // 128, 128)), FP8)
-        x_gate = tl.reshape(x_q.to(tl.float32) * (scale * gate)[:, None], (BK,))
-        x_up = tl.reshape(x_q.to(tl.float32) * (scale * up)[:, None], (BK,))
+        blocks = tl.reshape(x, (BK // 128, 128))
+        if READY:
+            scale = tl.load(x_scale_ptr + block, mask=block * 128 < WIDTH, other=0.0)
+        else:
+            x_q, scale = quantize(blocks, FP8)
+            blocks = x_q.to(tl.float32)
+        x_gate = tl.reshape(blocks * (scale * gate)[:, None], (BK,))
+        x_up = tl.reshape(blocks * (scale * up)[:, None], (BK,))
     return x_gate, x_up
 
 
 @triton.jit
 def gate_up_kernel(
     x_ptr,
+    x_scale_ptr,
     w_ptr,
     scale_ptr,
     ids_ptr,
@@ -52,10 +70,12 @@ def gate_up_kernel(
     BI: tl.constexpr,
     BK: tl.constexpr,
     FP8: tl.constexpr,
+    READY: tl.constexpr,
     SHARED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """SHARED: the expert that is every token's last, or -1. Nobody needs to choose it, so it comes first."""
+    """READY: the input comes quantised. SHARED: the expert that is every token's last, or -1. Nobody needs to choose
+    it, so it comes first."""
     pair, start = tl.program_id(1), tl.program_id(0) * BI
     if SHARED >= 0:
         pair = pair // K * K + (pair + K - 1) % K
@@ -68,6 +88,7 @@ def gate_up_kernel(
     x_ptr += (pair // K).to(tl.int64) * WIDTH
     ROWS: tl.constexpr = (INNER + 127) // 128
     COLUMNS: tl.constexpr = (WIDTH + 127) // 128
+    x_scale_ptr += (pair // K) * COLUMNS
     gate_scale = scale_ptr + (expert * (2 * ROWS) + start // 128) * COLUMNS
     up_scale = gate_scale + ROWS * COLUMNS
     w_ptrs = w_ptr + expert * (2 * INNER * WIDTH) + i[:, None] * WIDTH
@@ -80,7 +101,7 @@ def gate_up_kernel(
         if first == 0:
             wait_for_inputs(EARLY)
             let_next_start(EARLY)  # not sooner: so `down`, which starts then, finds the experts chosen
-        x_gate, x_up = gate_up_input(x_ptr, gate_scale, up_scale, first, WIDTH, BK, FP8)
+        x_gate, x_up = gate_up_input(x_ptr, x_scale_ptr, gate_scale, up_scale, first, WIDTH, BK, FP8, READY)
         gate += tl.sum(widen(w1, FP8) * x_gate[None, :], 1)
         up += tl.sum(widen(w3, FP8) * x_up[None, :], 1)
     h = gate / (1.0 + tl.exp(-gate)) * up
@@ -144,9 +165,10 @@ def gate_up(
     rows: int = 4,
     num_warps: int = 4,
     early: bool | None = None,
+    ready: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """x [T, D], w13 [E, 2I, D] plain or e4m3, ids int32 [T, K] -> silu(gate) * up, [T * K, I] as x. `shared`: each
-    token's last id is that of the last expert.
+    token's last id is that of the last expert. `ready`: x as e4m3 and its scales [T, d], for e4m3 weights.
 
     Variants: shapes of the weights, K, dtypes; `rows` (a power of two up to 128) is one value for a model.
     """
@@ -154,8 +176,10 @@ def gate_up(
     h_PI = torch.empty(ids_TK.numel(), inner, dtype=x_TD.dtype, device=x_TD.device)
     weight, way = fp8_way(w13, w13_scale)
     block = min(MAX_BLOCK, max(128, triton.next_power_of_2(width)))
+    x_in, x_scale = (x_TD.contiguous(), weight) if ready is None else (fp8_way(*ready)[0], ready[1])
     gate_up_kernel[(triton.cdiv(inner, rows), ids_TK.numel())](
-        x_TD.contiguous(),
+        x_in,
+        x_scale,
         weight,
         weight if w13_scale is None else w13_scale,
         ids_TK,
@@ -166,6 +190,7 @@ def gate_up(
         BI=rows,
         BK=block,
         FP8=way,
+        READY=ready is not None,
         SHARED=w13.shape[0] - 1 if shared else -1,
         num_warps=num_warps,
         **early_options(x_TD.device, early),

@@ -1,4 +1,7 @@
-"""Chooses each token's experts. Knows no weights. One program per token, bound by its launch."""
+"""Chooses each token's experts. Knows no weights. One program per token, bound by its launch.
+
+Programs beside it may quantise the tokens for their experts meanwhile, once instead of in every program of theirs.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,25 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
+from deltaserve.ops.linear.triton_fp8 import fp8_way, quantize, stored
 
 NARROW_NONE: tl.constexpr = tl.constexpr(-(1 << 31))
 NONE: tl.constexpr = tl.constexpr(-(1 << 62))
+
+
+PART: tl.constexpr = tl.constexpr(512)
+"""Inputs that a program quantises."""
+
+
+@triton.jit
+def quantize_part(x_ptr, q_ptr, scale_ptr, t, part, WIDTH: tl.constexpr, FP8: tl.constexpr):
+    """x [T, WIDTH] -> q the same, scales [T, blocks]."""
+    k = part * PART + tl.arange(0, PART)
+    block = part * (PART // 128) + tl.arange(0, PART // 128)
+    x = tl.load(x_ptr + t * WIDTH + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    q, scale = quantize(tl.reshape(x, (PART // 128, 128)), FP8)
+    tl.store(q_ptr + t * WIDTH + k, stored(tl.reshape(q, (PART,)), FP8), mask=k < WIDTH)
+    tl.store(scale_ptr + t * ((WIDTH + 127) // 128) + block, scale, mask=block * 128 < WIDTH)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -19,6 +38,9 @@ def route_kernel(
     weights_ptr,
     ids_ptr,
     count_ptr,
+    x_ptr,
+    q_ptr,
+    scale_ptr,
     stride,
     E: tl.constexpr,
     K: tl.constexpr,
@@ -26,11 +48,17 @@ def route_kernel(
     KP: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SHARED: tl.constexpr,
+    INPUTS: tl.constexpr,
+    FP8: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
     t = tl.program_id(0).to(tl.int64)
+    if FP8 != 0:  # noqa: SIM102 - known when this is compiled, the other is not
+        if tl.program_id(1) > 0:
+            quantize_part(x_ptr, q_ptr, scale_ptr, t, tl.program_id(1) - 1, INPUTS, FP8)
+            return
     if t == 0:
         tl.store(count_ptr, 0)
     e = tl.arange(0, EP)
@@ -80,6 +108,19 @@ def route(
     Returns weights float32 and ids int32 [T, top_k, or one more where the shared expert is the expert E], and an int32
     that is zero, for `triton_members.group`.
     """
+    return _launch(scores_TF, None, top_k, renormalize, shared, early)[:3]
+
+
+def route_and_quantize(
+    scores_TF: Tensor, x_TD: Tensor, top_k: int, renormalize: bool, shared: bool, early: bool | None = None
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """As `route`, and x [T, D] as e4m3 [T, D] and float32 scales [T, d]."""
+    return _launch(scores_TF, x_TD.contiguous(), top_k, renormalize, shared, early)
+
+
+def _launch(
+    scores_TF: Tensor, x_TD: Tensor | None, top_k: int, renormalize: bool, shared: bool, early: bool | None
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     tokens, num_experts = scores_TF.shape[0], scores_TF.shape[1] - 1
     assert scores_TF.stride(1) == 1, f"moe: scores with strides {scores_TF.stride()}"
     assert num_experts < 1 << 16, f"moe: {num_experts} experts"
@@ -87,11 +128,20 @@ def route(
     weights = torch.empty(shape, dtype=torch.float32, device=device)
     ids = torch.empty(shape, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
-    route_kernel[(tokens,)](
+    x_q, scale, out, way, width = scores_TF, weights, scores_TF, 0, 0
+    if x_TD is not None:
+        width = x_TD.shape[1]
+        x_q = torch.empty(x_TD.shape, dtype=torch.float8_e4m3fn, device=device)
+        scale = torch.empty((tokens, -(-width // 128)), dtype=torch.float32, device=device)
+        out, way = fp8_way(x_q, scale)
+    route_kernel[(tokens, 1 + triton.cdiv(width, PART.value))](
         scores_TF,
         weights,
         ids,
         count,
+        scores_TF if x_TD is None else x_TD,
+        out,
+        scale,
         scores_TF.stride(0),
         E=num_experts,
         K=top_k,
@@ -99,7 +149,9 @@ def route(
         KP=triton.next_power_of_2(top_k + shared),
         RENORMALIZE=renormalize,
         SHARED=shared,
+        INPUTS=width,
+        FP8=way,
         num_warps=1,
         **early_options(device, early),
     )
-    return weights, ids, count
+    return weights, ids, count, (x_q, scale)
