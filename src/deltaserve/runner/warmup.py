@@ -126,10 +126,11 @@ class WarmUp:
     def _most_entries(self) -> None:
         """A prompt's last chunk may have one entry more than tokens."""
         runner, longest = self._runner, self._max_tokens
-        self._own_blocks(2, longest)
+        seats = np.arange(2) % len(runner.seats.num_blocks)
+        self._own_blocks(len(set(seats)), longest)
         ones = np.ones(2, dtype=np.int64)
         numbers = Numbers(
-            seats=np.arange(2) % len(runner.seats.num_blocks),
+            seats=seats,
             starts=0 * ones,
             counts=np.array([longest, 1]),
             num_guesses=0 * ones,

@@ -1,0 +1,35 @@
+"""The warm-up goes through steps of all sizes, and through the MTP layer's; on a CPU nothing is compiled by it."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from deltaserve.config import EngineConfig
+from deltaserve.engine.engine import Engine
+from deltaserve.layers.context import ForwardContext
+from deltaserve.runner.warmup import WarmUp
+
+MOST = 40
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+def test_the_mtp_layer_sees_every_size_and_one_more(max_num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(
+        device="cpu", speculative_tokens="2", max_num_seqs=max_num_seqs, max_num_batched_tokens=MOST, num_blocks=4
+    )
+    engine = Engine(config, fill=0.0)
+    runner = engine.workers.runner
+    assert runner is not None
+    sizes, inner = set(), runner.model.look_ahead
+
+    def look_ahead(token_ids_T: Tensor, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        assert context.layout.first_key is not None
+        sizes.add((len(token_ids_T), context.layout.segments[0].is_step, context.layout.segments[0].max_len))
+        return inner(token_ids_T, hidden_TD, context)
+
+    monkeypatch.setattr(runner.model, "look_ahead", look_ahead)
+    WarmUp(runner, MOST)._all_sizes()
+    assert {size for size, is_step, _ in sizes if not is_step} >= {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, MOST, MOST + 1}
+    rows = {(size // length, length) for size, is_step, length in sizes if is_step}
+    assert rows == {(row, length) for row in range(1, max_num_seqs + 1) for length in (1, 2, 3)}
