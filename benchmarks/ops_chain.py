@@ -20,6 +20,7 @@ from deltaserve.ops.moe.api import sparse_moe
 
 LAYERS, QKVZ, VALUES, BA = 8, 12288, 4096, 64
 EPS = 1e-6
+INSIDE = "", " router's norm inside", " norms inside"
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ def make_layer() -> Layer:
     )
 
 
-def run(layers: Sequence[Layer], x: Tensor, mixed: Tensor, early: bool, inside: bool) -> Tensor:
+def run(layers: Sequence[Layer], x: Tensor, mixed: Tensor, early: bool, inside: int) -> Tensor:
     from deltaserve.ops.linear import triton_early
 
     before = triton_early.BY_DEFAULT, gpu.NORMS_INSIDE
-    triton_early.BY_DEFAULT, gpu.NORMS_INSIDE = early, inside
+    triton_early.BY_DEFAULT, gpu.NORMS_INSIDE = early, {False: inside > 0, True: inside > 1}
     residual = x
     for layer in layers:
         _, _, _, residual = norm_linear(x, residual, layer.norm, EPS, *layer.in_proj, layer.ba)
@@ -70,7 +71,7 @@ def run(layers: Sequence[Layer], x: Tensor, mixed: Tensor, early: bool, inside: 
     return x
 
 
-def make(tokens: int, early: bool, inside: bool) -> Sequence[Callable[[], object]]:
+def make(tokens: int, early: bool, inside: int) -> Sequence[Callable[[], object]]:
     layers = [make_layer() for _ in range(LAYERS)]
     return [
         partial(
@@ -92,7 +93,7 @@ def cases() -> list[Case]:
         dense = QKVZ * WIDTH + WIDTH * VALUES + 2 * (BA + EXPERTS + 1) * WIDTH
         num_bytes = LAYERS * (touched * EXPERT_BYTES + dense)
         for early in (False, True):
-            for inside in (False, True) if tokens == 1 else (False,):
-                name = f"chain {LAYERS} layers{' early' if early else ''}{' norms inside' if inside else ''} T={tokens}"
+            for inside in (0, 1, 2) if tokens == 1 else (0,):
+                name = f"chain {LAYERS} layers{' early' if early else ''}{INSIDE[inside]} T={tokens}"
                 found.append(Case(name, partial(make, tokens, early, inside), num_bytes))
     return found

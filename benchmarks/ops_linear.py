@@ -90,6 +90,20 @@ def norm_gemv_of(rows: int, warps: int, early: bool) -> Product:
     return product
 
 
+def ready_gemv_of(rows: int, warps: int, early: bool) -> Product:
+    beside = torch.ones(64, 2048, dtype=torch.bfloat16)
+    q, q_scale = torch.ones(1, 2048).to(torch.float8_e4m3fn), torch.ones(1, 16)
+
+    def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> object:
+        nonlocal q, q_scale, beside
+        from deltaserve.ops.linear.triton_gemv import gemv_beside
+
+        q, q_scale, beside = q.to(x.device), q_scale.to(x.device), beside.to(x.device)
+        return gemv_beside(x, weight, scale, beside, rows, warps, early, (q, q_scale))
+
+    return product
+
+
 def gemm_of(outputs: int, tokens: int, split: int, warps: int, stages: int, ready: bool) -> Product:
     def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         from deltaserve.ops.linear.triton_gemm import Tiles, gemm
@@ -110,8 +124,10 @@ def cases() -> list[Case]:
             found.append(case(f"{name} early gemv BO={rows} w{warps}", 1, shape, True, gemv_of(rows, warps, True)))
             if shape[1] == 2048:
                 for early in (False, True):
-                    label = f"{name} + ba, norm inside,{' early' if early else ''} BO={rows} w{warps}"
-                    found.append(case(label, 1, shape, True, norm_gemv_of(rows, warps, early)))
+                    label = f"{' early' if early else ''} BO={rows} w{warps}"
+                    inside, ready = norm_gemv_of(rows, warps, early), ready_gemv_of(rows, warps, early)
+                    found.append(case(f"{name} + ba, norm inside,{label}", 1, shape, True, inside))
+                    found.append(case(f"{name} + ba, quantised before,{label}", 1, shape, True, ready))
         for split in (1, 2, 4, 8):
             for stages in (3, 5):
                 product = gemm_of(64, 16, split, 4, stages, False)

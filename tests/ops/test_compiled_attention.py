@@ -117,9 +117,11 @@ def test_entry(target: str) -> None:
 def test_norm(target: str, adds: bool) -> None:
     rows, block, warps = triton_norm.tile(2048)
     constants = {"HEADS": 1, "WIDTH": 2048, "ROWS": rows, "BLOCK_D": block, "HAS_RESIDUAL": adds}
+    constants["FP8"] = 0 if not adds else 1 if target == "sm_90" else 2
     constants["EARLY"] = target == "sm_90"
     kernel = triton_norm.norm_kernel
-    types = signature(kernel, "bf16", {"weight_ptr": "*fp32", "eps": "fp32"})
+    quantized = {"q_ptr": "*fp8e4nv" if target == "sm_90" else "*u8", "scale_ptr": "*fp32"}
+    types = signature(kernel, "bf16", {"weight_ptr": "*fp32", "eps": "fp32"} | quantized)
     assert_fits(compile_for(TARGETS[target], kernel, types, constants, warps), target)
 
 

@@ -24,9 +24,12 @@ WAYS = {"sm_90": 1, "sm_80": 2, "gfx942": 2}
 
 
 def compile_gemv(target: str, width: int, tokens: int, rows: int, beside: int, way: int) -> Resources:
+    ready = beside > 0 and way > 0 and tokens == 1
     weight = TYPES[way]
     signature = {
         "x_ptr": "*bf16",
+        "q_ptr": weight,
+        "q_scale_ptr": "*fp32" if ready else weight,
         "w_ptr": weight,
         "scale_ptr": "*fp32" if way else weight,
         "y_ptr": "*bf16",
@@ -37,6 +40,7 @@ def compile_gemv(target: str, width: int, tokens: int, rows: int, beside: int, w
         "height_beside": "i32",
     }
     constants = {"WIDTH": width, "T": tokens, "BO": rows, "BESIDE": beside, "BK": width, "FP8": way}
+    constants["READY"] = ready
     constants["EARLY"] = target == "sm_90"
     return compile_for(TARGETS[target], gemv_kernel, signature, constants)
 

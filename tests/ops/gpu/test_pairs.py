@@ -12,6 +12,7 @@ from deltaserve.ops.linear import triton_gemv
 from deltaserve.ops.moe import triton_pairs, triton_route
 from deltaserve.ops.moe.reference import route
 from deltaserve.ops.norm.reference import add_gemma_rms_norm
+from deltaserve.ops.norm.triton_norm import add_norm_rows_quantized
 from tests.ops.guarded import guarded, relative
 
 pytestmark = pytest.mark.gpu
@@ -81,6 +82,26 @@ def test_a_norm_inside_a_projection(outputs: int, width: int, quantized: bool) -
         assert relative(y, exact_product(norm, weight, scale)) < 1e-2
         if beside is not None and other is not None:
             assert relative(other, exact_product(norm, beside, None)) < 1e-2
+
+
+@pytest.mark.parametrize(("outputs", "width"), [(12288, 2048), (9216, 2048), (2048, 4096), (77, 384), (130, 200)])
+def test_a_norm_that_quantises(outputs: int, width: int) -> None:
+    (weight, scale), (beside, _) = drawn(outputs, width, True), drawn(64, width, False)
+    gain = torch.rand(width, device=CUDA) + 0.5
+    x, residual = (torch.randn(1, width, device=CUDA).to(BF16) for _ in range(2))
+    with guarded():
+        norm, total, ready = add_norm_rows_quantized(x, residual, gain, 1e-6)
+        y, other = triton_gemv.gemv_beside(norm, weight, scale, beside, ready=ready)
+        alone = triton_gemv.gemv(norm, weight, scale, BF16, ready=ready)
+    expected_norm, expected_total = add_gemma_rms_norm(x, residual, gain, 1e-6)
+    assert torch.equal(total, expected_total)
+    assert relative(norm, expected_norm) < 1e-3
+    q, q_scale = projection.quantize_rows(norm)
+    assert torch.equal(ready[0].float(), q.float())
+    torch.testing.assert_close(ready[1], q_scale, rtol=1e-6, atol=0)
+    assert relative(y, exact_product(norm, weight, scale)) < 1e-2
+    assert torch.equal(alone, y)
+    assert relative(other, exact_product(norm, beside, None)) < 1e-2
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

@@ -11,6 +11,7 @@ from deltaserve.ops.linear.triton_fp8 import quantize_rows
 from deltaserve.ops.linear.triton_gemm import Tiles, gemm
 from deltaserve.ops.linear.triton_gemv import gemv, gemv_beside, norm_gemv
 from deltaserve.ops.norm.reference import add_gemma_rms_norm
+from deltaserve.ops.norm.triton_norm import add_norm_rows_quantized
 from tests.ops.guarded import guarded, relative
 
 LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3}
@@ -68,6 +69,23 @@ def test_a_norm_before_the_product(width: int, quantized: bool, dtype: torch.dty
         assert (other is None) == (beside is None)
         if other is not None and beside is not None:
             assert relative(other, norm.double() @ beside.double().t()) < limit
+
+
+@pytest.mark.parametrize("width", [64, 200, 256])
+def test_a_norm_that_quantises(width: int) -> None:
+    x, residual, gain = torch.randn(1, width), torch.randn(1, width), torch.rand(width)
+    weight, scale = reference.quantize_weight(torch.randn(130, width))
+    with guarded():
+        norm, total, ready = add_norm_rows_quantized(x, residual, gain, 1e-6)
+        output = gemv(norm, weight, scale, torch.float32, ready=ready)
+        same = gemv_beside(norm, weight, scale, torch.randn(5, width), ready=ready)[0]
+    expected_norm, expected_total = add_gemma_rms_norm(x, residual, gain, 1e-6)
+    assert torch.equal(total, expected_total)
+    assert relative(norm, expected_norm) < 1e-6
+    for found, expected in zip(ready, reference.quantize_rows(norm), strict=True):
+        assert torch.equal(found.float(), expected.float())
+    assert relative(output, expected_of(norm, weight, scale)) < 1e-6
+    assert torch.equal(same, output)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

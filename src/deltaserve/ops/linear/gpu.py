@@ -18,8 +18,9 @@ from deltaserve.ops.linear import reference
 
 SMALL = 64
 """Tokens up to which streaming the weight is the cost."""
-NORMS_INSIDE = True
-"""Whether the projection of one token norms its input itself: a launch less."""
+NORMS_INSIDE = {False: True, True: False}
+"""Whether the projection of one token norms its input itself, a launch less, by whether its weight is quantised: then
+programs are many, and it is better that a norm quantises for all of them."""
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -63,9 +64,18 @@ def norm_linear(
     """As api.norm_linear."""
     from deltaserve.ops.linear import triton_gemv
     from deltaserve.ops.norm.api import add_gemma_rms_norm
+    from deltaserve.ops.norm.triton_norm import add_norm_rows_quantized
 
-    if NORMS_INSIDE and x_TI.shape[0] == 1 and x_TI.shape[1] <= triton_gemv.MAX_BLOCK:
-        return triton_gemv.norm_gemv(x_TI, residual_TI, gain_I, eps, weight_OI, scale_oi, beside_PI)
+    if x_TI.shape[0] == 1 and x_TI.shape[1] <= triton_gemv.MAX_BLOCK:
+        if NORMS_INSIDE[scale_oi is not None]:
+            return triton_gemv.norm_gemv(x_TI, residual_TI, gain_I, eps, weight_OI, scale_oi, beside_PI)
+        if scale_oi is not None:
+            normed_TI, total_TI, ready = add_norm_rows_quantized(x_TI, residual_TI, gain_I, eps)
+            if beside_PI is None:
+                y_TO = triton_gemv.gemv(normed_TI, weight_OI, scale_oi, x_TI.dtype, ready=ready)
+                return y_TO, None, normed_TI, total_TI
+            y_TO, y_TP = triton_gemv.gemv_beside(normed_TI, weight_OI, scale_oi, beside_PI, ready=ready)
+            return y_TO, y_TP, normed_TI, total_TI
     normed_TI, total_TI = add_gemma_rms_norm(x_TI, residual_TI, gain_I, eps)
     if beside_PI is None:
         return linear(normed_TI, weight_OI, scale_oi, x_TI.dtype), None, normed_TI, total_TI

@@ -30,6 +30,16 @@ fp32 in registers: then a quantised one is held as a plain one is."""
 
 
 @triton.jit
+def ready_input(q_ptr, q_scale_ptr, scale_ptr, WIDTH: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr):
+    """As `scaled_input`, of an input that comes quantised."""
+    k, block = tl.arange(0, BK), tl.arange(0, BK // 128)
+    q = widen(tl.load(q_ptr + k, mask=k < WIDTH, other=0.0), FP8)
+    scale = tl.load(q_scale_ptr + block, mask=block * 128 < WIDTH, other=0.0)
+    scale *= tl.load(scale_ptr + block, mask=block * 128 < WIDTH, other=0.0)
+    return tl.reshape(tl.reshape(q, (BK // 128, 128)) * scale[:, None], (BK,))
+
+
+@triton.jit
 def row_products(x_ptr, w, scale_ptr, y_ptrs, kept, WIDTH: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr):
     """One token's outputs from rows of the weight [BO, BK]."""
     x = scaled_input(x_ptr, scale_ptr, 0, WIDTH, BK, FP8)
@@ -174,6 +184,33 @@ def norm_gemv_kernel(
 
 
 @triton.jit
+def project_ready(
+    q_ptr,
+    q_scale_ptr,
+    w_ptr,
+    scale_ptr,
+    y_ptr,
+    start,
+    height,
+    WIDTH: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    FP8: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """As `project`, of one token that comes quantised."""
+    o = start + tl.arange(0, BO)
+    kept = o < height
+    k = tl.arange(0, BK)[None, :]
+    w_ptrs = w_ptr + o.to(tl.int64)[:, None] * WIDTH + k
+    w = tl.load(w_ptrs, mask=kept[:, None] & (k < WIDTH), other=0.0, eviction_policy="evict_first")
+    scale_ptr += (start // 128) * ((WIDTH + 127) // 128)
+    wait_for_inputs(EARLY)
+    y = tl.sum(widen(w, FP8) * ready_input(q_ptr, q_scale_ptr, scale_ptr, WIDTH, BK, FP8)[None, :], 1)
+    tl.store(y_ptr + o, y.to(y_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
 def project(
     x_ptr,
     w_ptr,
@@ -219,6 +256,8 @@ def project(
 @triton.jit(do_not_specialize=["tokens", "height", "height_beside"])
 def gemv_kernel(
     x_ptr,
+    q_ptr,
+    q_scale_ptr,
     w_ptr,
     scale_ptr,
     y_ptr,
@@ -233,19 +272,23 @@ def gemv_kernel(
     BESIDE: tl.constexpr,
     BK: tl.constexpr,
     FP8: tl.constexpr,
+    READY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """BESIDE: rows of the second weight that a program owns, 0 without one."""
+    """BESIDE: rows of the second weight that a program owns, 0 without one. READY: the first weight's input comes
+    quantised as well."""
     let_next_start(EARLY)
     program = tl.program_id(0)
-    if BESIDE == 0:
-        project(x_ptr, w_ptr, scale_ptr, y_ptr, program * BO, tokens, height, WIDTH, T, BO, BK, FP8, EARLY)
-    else:
-        own = tl.cdiv(height, BO)
-        if program < own:
-            project(x_ptr, w_ptr, scale_ptr, y_ptr, program * BO, tokens, height, WIDTH, T, BO, BK, FP8, EARLY)
+    own = tl.cdiv(height, BO)
+    start = program * BO
+    if program < own:
+        if READY:
+            project_ready(q_ptr, q_scale_ptr, w_ptr, scale_ptr, y_ptr, start, height, WIDTH, BO, BK, FP8, EARLY)
         else:
-            start = (program - own) * BESIDE
+            project(x_ptr, w_ptr, scale_ptr, y_ptr, start, tokens, height, WIDTH, T, BO, BK, FP8, EARLY)
+    else:
+        start = (program - own) * BESIDE
+        if BESIDE > 0:
             project(
                 x_ptr,
                 beside_ptr,
@@ -279,12 +322,14 @@ def gemv(
     rows: int = 0,
     num_warps: int = 4,
     early: bool | None = None,
+    ready: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """x [T, I] with T up to 4, weight [O, I] plain or e4m3 with scales [o, i] -> [T, O] in `dtype`.
+    """x [T, I] with T up to 4, weight [O, I] plain or e4m3 with scales [o, i] -> [T, O] in `dtype`. `ready`: x, of one
+    token, as e4m3 too and its scales [1, i], for an e4m3 weight up to MAX_BLOCK wide.
 
     Variants: 1, 2, or 3 and 4 tokens, I, dtypes, and `rows` (a power of two), which follows from the shape.
     """
-    return _launch(x_TI, weight_OI, scale_oi, None, dtype, rows, num_warps, early)[0]
+    return _launch(x_TI, weight_OI, scale_oi, None, dtype, rows, num_warps, early, ready)[0]
 
 
 def gemv_beside(
@@ -295,9 +340,10 @@ def gemv_beside(
     rows: int = 0,
     num_warps: int = 4,
     early: bool | None = None,
+    ready: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `gemv`, and the products with a second, plain weight [P, I]: [T, O] and [T, P], as x in dtype."""
-    return _launch(x_TI, weight_OI, scale_oi, beside_PI.contiguous(), x_TI.dtype, rows, num_warps, early)
+    return _launch(x_TI, weight_OI, scale_oi, beside_PI.contiguous(), x_TI.dtype, rows, num_warps, early, ready)
 
 
 def norm_gemv(
@@ -373,6 +419,7 @@ def _launch(
     rows: int,
     num_warps: int,
     early: bool | None,
+    ready: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     (tokens, width), height = x_TI.shape, weight_OI.shape[0]
     assert tokens <= MAX_TOKENS, f"linear: {tokens} tokens, at most {MAX_TOKENS}"
@@ -384,8 +431,11 @@ def _launch(
     if beside_PI is not None:
         height_beside = beside_PI.shape[0]
         y_TP = torch.empty(tokens, height_beside, dtype=dtype, device=x_TI.device)
+    x_q, q_scale = (weight, weight) if ready is None else (fp8_way(*ready)[0], ready[1])
     gemv_kernel[(programs,)](
         x_TI.contiguous(),
+        x_q,
+        q_scale,
         weight,
         weight if scale_oi is None else scale_oi,
         y_TO,
@@ -400,6 +450,7 @@ def _launch(
         BESIDE=rows_beside,
         BK=block,
         FP8=way,
+        READY=ready is not None,
         num_warps=num_warps,
         **early_options(x_TI.device, early),
     )

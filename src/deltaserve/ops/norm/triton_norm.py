@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
+from deltaserve.ops.linear.triton_fp8 import fp8_way, quantize, stored
 
 TILE = 2048
 """Elements of a program, and the threads that hold 8 of each row of a wide norm."""
@@ -29,6 +30,8 @@ def norm_kernel(
     weight_ptr,
     normed_ptr,
     sum_ptr,
+    q_ptr,
+    scale_ptr,
     num_rows,
     x_outer,
     x_inner,
@@ -39,8 +42,10 @@ def norm_kernel(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    FP8: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """FP8: whether, and how, the norm is stored quantised as well, with scales [N, blocks]."""
     let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
@@ -56,8 +61,17 @@ def norm_kernel(
         tl.store(sum_ptr + to, x, mask=mask)
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) / WIDTH + eps)
-    normed = wide * scale[:, None] * weight[None, :]
-    tl.store(normed_ptr + to, normed.to(normed_ptr.dtype.element_ty), mask=mask)
+    normed = (wide * scale[:, None] * weight[None, :]).to(normed_ptr.dtype.element_ty)
+    tl.store(normed_ptr + to, normed, mask=mask)
+    if FP8 != 0:
+        blocks = tl.reshape(normed.to(tl.float32), (ROWS * BLOCK_D // 128, 128))
+        q, scales = quantize(blocks, FP8)
+        tl.store(q_ptr + to, stored(tl.reshape(q, (ROWS, BLOCK_D)), FP8), mask=mask)
+        block = tl.arange(0, BLOCK_D // 128)
+        NUM: tl.constexpr = (WIDTH + 127) // 128
+        kept = (row < num_rows)[:, None] & (block < NUM)[None, :]
+        scales = tl.reshape(scales, (ROWS, BLOCK_D // 128))
+        tl.store(scale_ptr + row[:, None] * NUM + block[None, :], scales, mask=kept)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
@@ -115,6 +129,19 @@ def add_norm_rows(x_D: Tensor, residual_D: Tensor, weight_plus_one_D: Tensor, ep
     return normed_D, sum_D
 
 
+def add_norm_rows_quantized(
+    x_ND: Tensor, residual_ND: Tensor, weight_plus_one_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """As `add_norm_rows` of [N, D], and the norm as e4m3 [N, D] with float32 scales [N, d]."""
+    normed_ND = torch.empty(x_ND.shape, dtype=x_ND.dtype, device=x_ND.device)
+    sum_ND = torch.empty(x_ND.shape, dtype=x_ND.dtype, device=x_ND.device)
+    q_ND = torch.empty(x_ND.shape, dtype=torch.float8_e4m3fn, device=x_ND.device)
+    scale_Nd = torch.empty((x_ND.shape[0], -(-x_ND.shape[1] // 128)), dtype=torch.float32, device=x_ND.device)
+    x_NHD, residual_NHD = _flat(x_ND), _flat(residual_ND)
+    _launch(x_NHD, residual_NHD, weight_plus_one_D, normed_ND, sum_ND, eps, True, (q_ND, scale_Nd))
+    return normed_ND, sum_ND, (q_ND, scale_Nd)
+
+
 def gated_norm_rows(x_V: Tensor, z_V: Tensor, weight_V: Tensor, eps: float) -> Tensor:
     """`w * x / rms(x) * silu(z)` of x and z [..., V]; contiguous, as x in dtype."""
     out_V = torch.empty(x_V.shape, dtype=x_V.dtype, device=x_V.device)
@@ -145,18 +172,32 @@ def gated_norm_rows(x_V: Tensor, z_V: Tensor, weight_V: Tensor, eps: float) -> T
     return out_V
 
 
-def _launch(x: Tensor, residual: Tensor, weight: Tensor, normed: Tensor, total: Tensor, eps: float, adds: bool) -> None:
+def _launch(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    normed: Tensor,
+    total: Tensor,
+    eps: float,
+    adds: bool,
+    quantized: tuple[Tensor, Tensor] | None = None,
+) -> None:
     heads, width = x.shape[1:]
     num_rows = x.shape[0] * heads
     rows, block, warps = tile(width)
     if not num_rows:
         return
+    q, scale, way = normed, normed, 0
+    if quantized is not None:
+        block, (q, way), scale = max(128, block), fp8_way(*quantized), quantized[1]
     norm_kernel[(triton.cdiv(num_rows, rows),)](
         x,
         residual,
         weight,
         normed,
         total,
+        q,
+        scale,
         num_rows,
         x.stride(0),
         x.stride(1),
@@ -167,6 +208,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, normed: Tensor, total: 
         ROWS=rows,
         BLOCK_D=block,
         HAS_RESIDUAL=adds,
+        FP8=way,
         num_warps=warps,
         **early_options(x.device),
     )
