@@ -23,5 +23,5 @@ class SwiGLU(nn.Module):
     def forward(self, x_TD: Tensor | Normed) -> Tensor:
         """[T, hidden_size] -> the same."""
         gate_TI, up_TI = torch.chunk(self.gate_up_proj(x_TD), 2, dim=-1)
-        out_TD: Tensor = self.down_proj(functional.silu(gate_TI) * up_TI)
+        out_TD: Tensor = self.down_proj(functional.silu(gate_TI).mul_(up_TI))
         return out_TD

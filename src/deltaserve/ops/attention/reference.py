@@ -42,7 +42,7 @@ class Group:
     token: Tensor | None
     """int64 [B * Q]: their tokens, counted from the segment's first; None if the group is the whole segment."""
     block: Tensor
-    """int64 [B * N]: their blocks; any valid id beyond a row's end."""
+    """int32 [B * N]: their blocks; any valid id beyond a row's end."""
     num_keys: int
     """The longest context, L."""
     beyond: Tensor | None
@@ -118,16 +118,18 @@ def step_groups(layout: Layout, segment: Segment, max_keys: int) -> list[Group]:
         if len(rows) << size >= max_keys:
             closed.append(open_groups.pop(size))
     closed += open_groups.values()
-    return [_group(layout, segment, torch.tensor(rows, device=layout.context_len.device)) for rows in closed]
+    return [_group(layout, segment, rows, {contexts[row] for row in rows}) for rows in closed]
 
 
-def _group(layout: Layout, segment: Segment, row: Tensor) -> Group:
-    length = segment.max_len
-    context = layout.context_len[segment.row_start : segment.row_end].long()[row]
-    num_keys = int(context.max())
+def _group(layout: Layout, segment: Segment, rows: list[int], contexts: set[int]) -> Group:
+    length, num_keys = segment.max_len, max(contexts)
     num_blocks = -(-num_keys // BLOCK)
-    table = layout.block_table[segment.row_start : segment.row_end, :num_blocks].long()[row]
+    table = layout.block_table[segment.row_start : segment.row_end, :num_blocks]
     device = table.device
+    if len(rows) == len(table) and len(contexts) == length == 1 and layout.first_key is None:
+        return Group(None, table.flatten(), num_keys, None, None)  # what follows for one row, for less
+    row = torch.tensor(rows, device=device)
+    context = layout.context_len[segment.row_start : segment.row_end].long()[row]
     key = torch.arange(num_blocks * BLOCK, device=device)
     is_missing = key >= context[:, None]
     if layout.first_key is not None:
@@ -136,10 +138,11 @@ def _group(layout: Layout, segment: Segment, row: Tensor) -> Group:
     last_seen_BQ = context[:, None] - length + torch.arange(length, device=device)
     is_hidden_BQL = (key[:num_keys] > last_seen_BQ[..., None]) | is_missing[:, None, :num_keys]
     hidden_BQL = torch.zeros(is_hidden_BQL.shape, device=device).masked_fill_(is_hidden_BQL, -torch.inf)
-    is_all = len(row) == segment.row_end - segment.row_start
     return Group(
-        token=None if is_all else (row[:, None] * length + torch.arange(length, device=device)).flatten(),
-        block=table.clamp(min=0).flatten(),
+        token=None
+        if len(rows) == len(table)
+        else (row[:, None] * length + torch.arange(length, device=device)).flatten(),
+        block=table.index_select(0, row).clamp_(min=0).flatten(),
         num_keys=num_keys,
         beyond=beyond if len(beyond) else None,
         hidden=hidden_BQL if bool(is_hidden_BQL.any()) else None,
