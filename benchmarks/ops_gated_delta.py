@@ -109,8 +109,8 @@ def cases() -> list[Case]:
     found = []
     configs: dict[str, dict[str, Any]] = {
         "": {},
-        " w8": {"SK": 8, "SV": 16, "num_warps": 8},
-        " w8 128 registers": {"SK": 8, "SV": 16, "num_warps": 8, "maxnreg": 128},
+        " w8": {"SK": 16, "SV": 16, "num_warps": 8},
+        " w8 128 registers": {"SK": 16, "SV": 16, "num_warps": 8, "maxnreg": 128},
     }
     for rows in (1, 8, 32, 64, 128, 256):
         for name, config in configs.items():

@@ -31,9 +31,10 @@ def test_step(target: str, is_one: bool, state: str) -> None:
     """Everything in registers, of which two programs share a multiprocessor's."""
     kernel = triton_step.step_kernel
     constants = {**SHAPES, "BV": 128, "eps": 1e-6, "ONE": is_one, "RAGGED": False}
-    constants |= {"SK": (4 if state == "fp32" else 8) * (2 if target == "gfx942" else 1), "SV": 32}
+    constants |= triton_step.tile(128, 128, 4 if state == "fp32" else 2)
+    num_warps = constants.pop("num_warps")
     constants["EARLY"] = is_one and target == "sm_90"
-    taken = compile_for(TARGETS[target], kernel, signature(kernel, state), constants, num_warps=4)
+    taken = compile_for(TARGETS[target], kernel, signature(kernel, state), constants, num_warps=num_warps)
     assert taken.spilled <= (64 if target == "gfx942" else 8)  # Triton 3.9: none on AMD; 3.6: some
     assert taken.registers <= (512 if target == "gfx942" else 255)
     assert taken.shared <= 8 << 10

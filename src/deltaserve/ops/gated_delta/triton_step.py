@@ -75,6 +75,12 @@ def _convolved(x0, x1, x2, x3, w0, w1, w2, w3):
 
 
 @triton.jit
+def _over_keys(x, OUTER: tl.constexpr, INNER: tl.constexpr):
+    """Sums of [OUTER, BV / SV, INNER, SV], those within threads first: the longer of the two axes is in registers."""
+    return tl.sum(tl.sum(x, 0), 1) if OUTER > INNER else tl.sum(tl.sum(x, 2), 0)
+
+
+@triton.jit
 def _add_three(a0, a1, a2, b0, b1, b2):
     return a0 + b0, a1 + b1, a2 + b2
 
@@ -215,8 +221,8 @@ def step_kernel(
         alike *= of_query * of_key
         query = tl.reshape(query, [BK // SK, SK])[:, None, :, None]
         key = tl.reshape(key, [BK // SK, SK])[:, None, :, None]
-        along_key = tl.sum(tl.sum(state * key, 0), 1) * (of_key * decay)
-        along_query = tl.sum(tl.sum(state * query, 0), 1) * (of_query * decay)
+        along_key = _over_keys(state * key, BK // SK, SK) * (of_key * decay)
+        along_query = _over_keys(state * query, BK // SK, SK) * (of_query * decay)
         update = beta * (value - along_key)
         o = along_query + update * alike
         state = state * decay + key * (update * of_key)[None, :, None, :]
@@ -279,14 +285,22 @@ def arrivals(layout: Layout, segment: Segment, key_heads: int) -> Tensor:
 def tile(k_dim: int, v_dim: int, state_bytes: int) -> dict[str, Any]:
     """Block widths, warps, and how the state lies in them: each warp holds SV columns, whole, and so ends their sums.
 
-    SK neighbouring rows of SV columns are one load of a warp, 16 bytes a thread: 128 bytes of fp32 a row. At 128 x 128
-    four warps hold 128 numbers a thread; more warps are slower in every batch.
+    A load of a warp is a few rows of SV columns, 16 bytes a thread: 128 bytes of fp32 a row. At 128 x 128 four warps
+    hold 128 numbers a thread; more warps are slower in every batch. Triton gives the threads of a warp the last axis
+    and then, among equals, the last again, versions before 3.9 the first: so the few rows are the axis that it takes.
     """
     block_k, block_v = (max(16, triton.next_power_of_2(width)) for width in (k_dim, v_dim))
     columns = min(block_v, 32, max(4, 4096 // block_k))
     lanes = 32 if torch.version.hip is None else 64
     rows = min(block_k, max(1, lanes * 16 // (columns * state_bytes)))
-    return {"BK": block_k, "BV": block_v, "SK": rows, "SV": columns, "num_warps": min(16, block_v // columns)}
+    takes_last = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
+    return {
+        "BK": block_k,
+        "BV": block_v,
+        "SK": rows if takes_last else block_k // rows,
+        "SV": columns,
+        "num_warps": min(16, block_v // columns),
+    }
 
 
 def step(
