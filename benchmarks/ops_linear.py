@@ -118,7 +118,7 @@ def cases() -> list[Case]:
     for name, shape in SHAPES.items():
         for tokens in (1, 2, 4, 8, 32, 64, 128, 256, 1024, 8192):
             found.append(case(name, tokens, shape, True, linear))
-        for rows, warps in ((4, 4), (8, 4), (16, 4), (16, 8), (8, 2)):
+        for rows, warps in ((4, 4), (8, 4), (8, 8), (16, 4), (16, 8)):
             found.append(case(f"{name} gemv BO={rows} w{warps}", 1, shape, True, gemv_of(rows, warps)))
         for rows, warps in ((4, 4), (8, 4), (16, 8)):
             found.append(case(f"{name} early gemv BO={rows} w{warps}", 1, shape, True, gemv_of(rows, warps, True)))
