@@ -189,7 +189,7 @@ class Watched:
         token_ids = torch.tensor(tokens, device=device)
         kv = [pool.new_full((2, len(blocks), *pool.shape[2:]), NAN) for pool in self.pools.kv]
         conv, state, hidden = (
-            tuple(pool.new_full((1, *pool.shape[1:]), NAN) for pool in kind)
+            tuple(pool.new_full((2, *pool.shape[1:]), NAN) for pool in kind)
             for kind in (self.pools.conv, self.pools.state, self.pools.hidden)
         )
         with torch.inference_mode():

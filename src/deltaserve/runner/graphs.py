@@ -150,27 +150,21 @@ class StepGraphs:
         if shape.is_decode:
             recent_BL = self._recent.index_select(0, columns.seat[: shape.rows])[:, : shape.length]
             token_ids = recent_BL.reshape(-1)
+            if self.pools.hidden:
+                columns.token[: shape.tokens].copy_(token_ids)
         hidden_TD = self.hidden[: shape.tokens]
         hidden_TD.copy_(self.model(token_ids, context))
         if self.pools.hidden:
-            columns.token[: shape.tokens].copy_(token_ids)
             self._carry_hidden(context.layout, hidden_TD)
         return context
 
     def _carry_hidden(self, layout: Layout, hidden_TD: Tensor) -> None:
-        """As `Inputs.carry_hidden`, in fixed shapes: a token whose state is not kept writes what the first row's last
-        token writes, where that does; nobody's state is kept where that one's is not."""
+        """As `Inputs.carry_hidden`, in fixed shapes."""
         [hidden_SD] = self.pools.hidden
-        self._before[: len(layout.read_slot)].copy_(hidden_SD.index_select(0, layout.read_slot.clamp(min=0)))
-        last_1 = layout.segments[0].cu_seqlens[1:2] - 1
-        slot_1 = layout.write_slot.index_select(0, last_1)
-        spare_1 = slot_1.clamp(min=0)
-        spare_1D = torch.where(
-            (slot_1 >= 0)[:, None], hidden_TD.index_select(0, last_1), hidden_SD.index_select(0, spare_1)
-        )
-        is_kept_T = layout.write_slot >= 0
-        slot_T = torch.where(is_kept_T, layout.write_slot, spare_1)
-        hidden_SD.index_copy_(0, slot_T, torch.where(is_kept_T[:, None], hidden_TD, spare_1D))
+        before_BD = self._before[: len(layout.read_slot)]
+        torch.index_select(hidden_SD, 0, layout.read_slot.clamp(min=0), out=before_BD)
+        slot_T = torch.where(layout.write_slot >= 0, layout.write_slot, len(hidden_SD) - 1)
+        hidden_SD.index_copy_(0, slot_T, hidden_TD)
 
     def _context(self, shape: Shape) -> ForwardContext:
         columns, rows, tokens = self._feed.columns, shape.rows, shape.tokens

@@ -284,7 +284,8 @@ class Pools:
     kv       [2, blocks, BLOCK, G, D]  the model's; keys, then values
     conv     [slots, W - 1, C]         the model's
     state    [slots, Hv, K, V]         chosen apart
-    hidden   [slots, D]                the model's; one with an MTP layer, else none
+    hidden   [slots + 1, D]            the model's; one with an MTP layer, else none. The last row is nobody's: steps of
+                                       fixed shapes write there what is not to be kept
 
     An MTP layer's keys and values are the last of `kv`.
     """
@@ -297,7 +298,7 @@ class Pools:
     @property
     def per_slot(self) -> tuple[Tensor, ...]:
         """All pools that are indexed by slot."""
-        return (*self.conv, *self.state, *self.hidden)
+        return (*self.conv, *self.state, *(hidden_SD[:-1] for hidden_SD in self.hidden))
 
     def fill_block(self, block: int, value: float) -> None:
         for pool in self.kv:
@@ -325,7 +326,7 @@ def allocate(
         kv=tuple(torch.empty(kv, dtype=dtype, device=device) for _ in range(model.num_full_layers + with_mtp)),
         conv=tuple(torch.empty(conv, dtype=dtype, device=device) for _ in range(model.num_gdn_layers)),
         state=tuple(torch.empty(state, dtype=state_dtype, device=device) for _ in range(model.num_gdn_layers)),
-        hidden=(torch.empty(plan.num_slots, model.hidden_size, dtype=dtype, device=device),) if with_mtp else (),
+        hidden=(torch.empty(plan.num_slots + 1, model.hidden_size, dtype=dtype, device=device),) if with_mtp else (),
     )
     if fill is not None:
         for pool in (*pools.kv, *pools.per_slot):
