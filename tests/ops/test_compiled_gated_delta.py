@@ -30,7 +30,7 @@ def signature(kernel: Any, state: str = "fp32", **others: str) -> dict[str, str]
 def test_step(target: str, is_one: bool, state: str) -> None:
     """Everything in registers, of which two programs share a multiprocessor's."""
     kernel = triton_step.step_kernel
-    constants = {**SHAPES, "BV": 128, "eps": 1e-6, "ONE": is_one, "RAGGED": False}
+    constants: dict[str, Any] = {**SHAPES, "BV": 128, "eps": 1e-6, "ONE": is_one, "RAGGED": False}
     constants |= triton_step.tile(128, 128, 4 if state == "fp32" else 2)
     num_warps = constants.pop("num_warps")
     constants["EARLY"] = is_one and target == "sm_90"
