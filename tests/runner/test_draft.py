@@ -6,15 +6,19 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from deltaserve.config import EngineConfig
-from deltaserve.core.plan import Seating
+from deltaserve.core.plan import Plan, Row, Seating
 from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.engine import Engine
+from deltaserve.runner.draft import LookAhead
+from deltaserve.runner.inputs import Inputs, Numbers, Seats
+from deltaserve.runner.memory import Pools
 from deltaserve.runner.sampling import Sampler
 from deltaserve.scheduler.speculation import Speculation
 from tests.models.factory import layer_kinds, tiny_config, write_checkpoint
@@ -172,3 +176,57 @@ def test_drafts_of_logits_that_are_not_finite_are_some_tokens() -> None:
         sampler.seat(Seating(seat=0, token_ids=[1], num_prompt=1, params=params))
         [token] = sampler.draft(torch.full((1, 10), float("nan")), [0], [1]).tolist()
         assert 0 <= token < 10
+
+
+def bookkeeper() -> LookAhead:
+    """Of two seats and eight blocks; its model is never asked."""
+    pools = Pools(kv=(torch.zeros(2, 8, 64, 1, 1),), conv=(), state=())
+    inputs = Inputs(Seats(2, 192), pools, torch.device("cpu"), 2)
+    return LookAhead(None, inputs, Sampler(2, 10, torch.device("cpu")), pools)  # type: ignore[arg-type]
+
+
+def begin(book: LookAhead, seat: int, blocks: tuple[int, ...], new: tuple[int, ...] = ()) -> None:
+    seating = Seating(seat=seat, token_ids=[1] * 80, num_prompt=80, params=SamplingParams(seed=1), blocks=blocks)
+    row = Row(seat=seat, start=64 * len(blocks), num_tokens=1, samples=False, new_blocks=new, write_slots=(0,))
+    book.seats.seat(seating)
+    book.seats.append_blocks(seat, new)
+    book.begin(Plan(step=0, seatings=[seating], rows=[row], num_decode=0))
+
+
+def three_tokens_at(seat: int, start: int) -> Numbers:
+    row = Row(seat=seat, start=start, num_tokens=3, num_drafts=2, samples=True, write_slots=(0, 1, 2))
+    return Numbers.of(Plan(step=1, rows=[row], num_decode=1))
+
+
+def test_a_prefix_has_the_entries_of_its_whole_blocks_from_the_end_backwards() -> None:
+    book = bookkeeper()
+    for whole, first, ahead in (((), 128, 0), ((3,), 64, 128), ((2, 3), 1, 128), ((2,), 128, 0)):
+        book._is_whole[:] = False
+        book._is_whole[list(whole)] = True
+        begin(book, 0, (2, 3))
+        assert (book.seats.first_ahead[0], book.seats.num_ahead[0]) == (first, ahead)
+
+
+@pytest.mark.parametrize(("given", "is_whole"), [(1, False), (2, True), (3, True)])
+def test_a_block_is_whole_when_its_last_true_entry_is_there(given: int, is_whole: bool) -> None:
+    book = bookkeeper()
+    begin(book, 0, (), (5,))
+    book.seats.num_ahead[0] = 61
+    numbers = three_tokens_at(0, 61)
+    book.learn(numbers, np.array([0]), np.array([given]))
+    assert book.seats.num_ahead[0] == min(62 + given, 64)
+    assert book.is_whole(5) == is_whole
+
+
+def test_a_block_that_changes_hands_is_not_whole() -> None:
+    """Also where the one who had it learns of its last step afterwards."""
+    book = bookkeeper()
+    begin(book, 0, (), (5,))
+    book.seats.num_ahead[0] = 62
+    book.learn(three_tokens_at(0, 61), np.array([0]), np.array([3]))
+    assert book.is_whole(5)
+    begin(book, 1, (), (5,))
+    assert not book.is_whole(5)
+    book.seats.num_ahead[0] = 62
+    book.learn(three_tokens_at(0, 61), np.array([0]), np.array([3]))
+    assert not book.is_whole(5)
