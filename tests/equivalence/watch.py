@@ -49,6 +49,7 @@ class WatchedWorkers(Workers):
 
     def __init__(self, inner: Workers, pools: Pools, cache: CacheManager) -> None:
         self.blueprint, self.runner = inner.blueprint, inner.runner
+        self._threads_before = inner._threads_before
         self.pools, self.cache = pools, cache
         self.tables: dict[int, list[int]] = {}
         self.num_mixed = self.num_chunks = self.num_ahead = self.num_in_flight = 0
@@ -185,7 +186,7 @@ class Watched:
         """One sequence alone, in blocks 0, 1, ... and slot 0."""
         assert self.engine.workers.runner is not None
         model, length = self.engine.workers.runner.model, len(tokens)
-        blocks, device = list(range(-(-length // BLOCK))), self.pools.kv[0].device
+        blocks, device = list(range(-(-length // BLOCK))), self.engine.blueprint.device
         token_ids = torch.tensor(tokens, device=device)
         kv = [pool.new_full((2, len(blocks), *pool.shape[2:]), NAN) for pool in self.pools.kv]
         conv, state, hidden = (
