@@ -56,6 +56,7 @@ def run(graphs: bool, **config: Any) -> dict[str, list[int]]:
             temperature=draw.choice([0.0, 0.9]),
             seed=number,
             max_tokens=draw.randrange(1, 40),
+            ignore_eos=True,
             repetition_penalty=draw.choice([1.0, 1.2]),
             logprobs=draw.choice([None, 2]),
         )
