@@ -46,6 +46,19 @@ def steps(values: dict[str, Any]) -> None:
     _time_steps(values, decode=True, prefill=True)
 
 
+@command(
+    bench,
+    flag("only", str, "", "words with commas: cases whose names hold one of them; all by default"),
+    flag("json", str, None, "file that one JSON object for each case is appended to"),
+)
+def ops(values: dict[str, Any]) -> int:
+    """Time single ops on a GPU, each beside its floor."""
+    from deltaserve.bench.ops import main
+
+    words = [word.strip() for word in values["only"].split(",") if word.strip()]
+    return main(words, None if values["json"] is None else Path(values["json"]))
+
+
 @command(bench, *flags_of(LoadConfig))
 def serve(values: dict[str, Any]) -> None:
     """Put an OpenAI-compatible server under load, and time its answers."""

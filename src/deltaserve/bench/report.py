@@ -54,13 +54,14 @@ def table(rows: Sequence[Row]) -> str:
     if not rows:
         return "nothing was measured"
     names = list(rows[0])
-    lines = [names, *([_told(row.get(name)) for name in names] for row in rows)]
+    lines = [names, *([told(row.get(name)) for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
     aligned = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     return "\n".join(aligned)
 
 
-def _told(value: Any) -> str:
+def told(value: Any) -> str:
+    """A cell of a table."""
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 

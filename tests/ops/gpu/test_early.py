@@ -45,7 +45,7 @@ def make_model() -> Qwen3Next:
 
 def hidden_states(model: Qwen3Next, rows: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Of the replays of one graph of a step, each from the states that the one before it left."""
-    monkeypatch.setattr(triton_early, "BY_DEFAULT", early)
+    monkeypatch.setattr(triton_early, "MAX_TOKENS", triton_early.MAX_TOKENS if early else -1)
     config, generator = model.config, torch.Generator(CUDA).manual_seed(2)
 
     def pools(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:

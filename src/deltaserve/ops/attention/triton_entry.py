@@ -178,7 +178,7 @@ def enter(
         BLOCK_D=block,
         IS_PLAIN=False,
         num_warps=max(1, min(4, HEADS * block // 256)),
-        **early_options(kv_pool.device),
+        **early_options(kv_pool.device, tokens=len(out_THD)),
     )
     return out_THD
 
@@ -217,7 +217,7 @@ def store(k_TGD: Tensor, v_TGD: Tensor, kv_pool: Tensor, kv_index_T: Tensor) -> 
         BLOCK_D=block,
         IS_PLAIN=True,
         num_warps=max(1, min(4, HEADS * block // 256)),
-        **early_options(kv_pool.device),
+        **early_options(kv_pool.device, tokens=tokens),
     )
 
 

@@ -39,7 +39,7 @@ def quantize_weight(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     height, width = weight_OI.shape[-2:]
     blocks = _blocks(_blocks(weight_OI, -1), -3)  # [.., o, 128, i, 128]
     scale_oi = _scale(blocks.abs().amax((-3, -1)))
-    weight_q = _e4m3(blocks.div_(scale_oi[..., :, None, :, None])).flatten(-4, -3).flatten(-2)
+    weight_q = _e4m3(blocks / scale_oi[..., :, None, :, None]).flatten(-4, -3).flatten(-2)
     return weight_q[..., :height, :width].contiguous(), scale_oi
 
 
@@ -62,7 +62,8 @@ def _blocks(x: Tensor, dim: int) -> Tensor:
 
 
 def _scale(amax: Tensor) -> Tensor:
-    return torch.where(amax == 0, 1.0, amax / FP8_MAX)
+    # By a tensor: some devices multiply by the rounded inverse of a number instead.
+    return torch.where(amax == 0, 1.0, amax / torch.full_like(amax, FP8_MAX))
 
 
 def _e4m3(x: Tensor) -> Tensor:

@@ -41,13 +41,14 @@ import triton.language as tl
 
 from deltaserve.ops.gpu import properties
 
-BY_DEFAULT = False
-"""Whether kernels whose caller does not say start early; read at every launch."""
+MAX_TOKENS = 256
+"""Tokens up to which kernels whose caller does not say start early: beyond, one that waits takes a multiprocessor's
+memory from one that computes."""
 
 
-def early_options(device: torch.device, early: bool | None = None) -> dict[str, Any]:
-    """Arguments of a launch: EARLY, and the launch attribute that goes with it."""
-    if (BY_DEFAULT if early is None else early) and properties(device).is_hopper:
+def early_options(device: torch.device, early: bool | None = None, tokens: int = 0) -> dict[str, Any]:
+    """Arguments of a launch for so many tokens: EARLY, and the launch attribute that goes with it."""
+    if (tokens <= MAX_TOKENS if early is None else early) and properties(device).is_hopper:
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
 

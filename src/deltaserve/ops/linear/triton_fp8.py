@@ -134,6 +134,6 @@ def quantize_rows(x_TI: Tensor, early: bool | None = None) -> tuple[Tensor, Tens
         BK=block,
         FP8=way,
         num_warps=4 if block > 512 else 1,
-        **early_options(x_TI.device, early),
+        **early_options(x_TI.device, early, tokens),
     )
     return x_q, scale.t()

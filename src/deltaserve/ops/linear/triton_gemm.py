@@ -266,6 +266,6 @@ def gemm(
         READY=tiles.ready,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **early_options(device, early),
+        **early_options(device, early, tokens),
     )
     return y_TO

@@ -206,8 +206,8 @@ def choose_tiles(pairs: int, num_experts: int, quantized: bool, shared_bytes: in
         return Tiles(32 if mean <= 24 or not large else 64, 64, 64, stages=3 if large else 2)
     if mean <= 24:
         return Tiles(32, 128, 128, ready=True)
-    # So that two programs of `gate_up` and three of `down` share a multiprocessor: one's products hide another's rest.
-    return Tiles(64, 128, 128, stages=2, ready=True, down_stages=3, down_registers=168)
+    # Three programs of `down` share a multiprocessor: one's products hide another's rest.
+    return Tiles(64, 128, 128, warps=8, ready=True, down_warps=4, down_stages=3, down_registers=168)
 
 
 def gate_up(
@@ -252,7 +252,7 @@ def gate_up(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **limit(device, tiles.registers),
-        **early_options(device, early),
+        **early_options(device, early, x_TD.shape[0]),
     )
     return h, h_scale
 
@@ -291,7 +291,7 @@ def down(
         num_warps=tiles.down_warps or tiles.warps,
         num_stages=tiles.down_stages or tiles.stages,
         **limit(device, tiles.down_registers),
-        **early_options(device, early),
+        **early_options(device, early, weights_TK.shape[0]),
     )
     return y_PD
 

@@ -160,7 +160,7 @@ def group(
     tiles = min(pairs, num_experts) + pairs // size
     members = torch.empty(tiles, size, dtype=torch.int32, device=device)
     experts = torch.empty(tiles, dtype=torch.int32, device=device)
-    options = early_options(device, early)
+    options = early_options(device, early, len(ids_TK))
     if pairs <= FEW:
         group_kernel[(num_experts,)](ids_TK, members, experts, count, pairs, BM=size, BP=FEW, num_warps=4, **options)
         return members, experts
@@ -210,6 +210,6 @@ def add_up(y_PD: Tensor, top_k: int, dtype: torch.dtype, early: bool | None = No
     out = torch.empty(tokens, width, dtype=dtype, device=y_PD.device)
     block = min(1024, triton.next_power_of_2(width))
     sum_kernel[(tokens, triton.cdiv(width, block))](
-        y_PD, out, K=top_k, WIDTH=width, BD=block, num_warps=4, **early_options(y_PD.device, early)
+        y_PD, out, K=top_k, WIDTH=width, BD=block, num_warps=4, **early_options(y_PD.device, early, tokens)
     )
     return out

@@ -152,6 +152,6 @@ def _launch(
         INPUTS=width,
         FP8=way,
         num_warps=1,
-        **early_options(device, early),
+        **early_options(device, early, tokens),
     )
     return weights, ids, count, (x_q, scale)

@@ -210,7 +210,7 @@ def _launch(
         HAS_RESIDUAL=adds,
         FP8=way,
         num_warps=warps,
-        **early_options(x.device),
+        **early_options(x.device, tokens=num_rows // heads),
     )
 
 

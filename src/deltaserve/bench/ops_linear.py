@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.ops import Case
+from deltaserve.bench.ops import Case
 from deltaserve.ops.linear import gpu
 from deltaserve.ops.linear.api import linear
 

@@ -1,7 +1,5 @@
 """Times ops on a GPU, each beside the time that its bytes or its operations must take. Needs a GPU.
 
-    python -m benchmarks.ops [WORD ...]      only cases whose names hold one of the words
-
 Every case is captured in a CUDA graph over all its input sets, so that launch gaps of the host do not count and weights
 come from memory, not from the cache.
 """
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +16,7 @@ from typing import Any
 import torch
 
 from deltaserve.bench.floor import Rates, measure_rates
-from deltaserve.bench.report import environment, write
+from deltaserve.bench.report import append, environment, told
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,14 @@ def row_of(case: Case, rates: Rates) -> dict[str, Any]:
 
 
 def main(words: Sequence[str], path: Path | None = None) -> int:
-    """Every case whose name holds one of the words; one that fails is told and does not end the rest."""
+    """Every case whose name holds one of the words; one that fails is told and does not end the rest.
+
+    Raises ValueError where there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"bench ops times kernels, and torch {torch.__version__} sees no GPU here; bench steps runs on a CPU"
+        )
     device = torch.device("cuda", 0)
     rates, where = measure_rates(device), environment(device)
     print(
@@ -86,7 +90,7 @@ def main(words: Sequence[str], path: Path | None = None) -> int:
     )
     rows, failures = [], 0
     for name in MODULES:
-        for case in importlib.import_module(f"benchmarks.ops_{name}").cases():
+        for case in importlib.import_module(f"deltaserve.bench.ops_{name}").cases():
             if words and not any(word in case.name for word in words):
                 continue
             try:
@@ -96,9 +100,6 @@ def main(words: Sequence[str], path: Path | None = None) -> int:
                 failures += 1
                 rows.append({"op": f"{case.name}: {type(failure).__name__}: {str(failure)[:80]}"})
             torch.cuda.empty_cache()
-    write(rows, "ops", where, path)
+            print("  ".join(f"{name} {told(value)}" for name, value in rows[-1].items()), flush=True)
+    append(rows, "ops", where, path)
     return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

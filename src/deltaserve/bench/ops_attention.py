@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.ops import Case
+from deltaserve.bench.ops import Case
 from deltaserve.ops.attention.api import gated_attention
 from deltaserve.ops.layout import BLOCK, Layout
 

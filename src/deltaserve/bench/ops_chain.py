@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.ops import Case
-from benchmarks.ops_moe import EXPERT_BYTES, EXPERTS, INNER, TOP_K, WIDTH
+from deltaserve.bench.ops import Case
+from deltaserve.bench.ops_moe import EXPERT_BYTES, EXPERTS, INNER, TOP_K, WIDTH
 from deltaserve.ops.linear import gpu
 from deltaserve.ops.linear.api import linear, norm_linear
 from deltaserve.ops.moe.api import sparse_moe
@@ -58,8 +58,8 @@ def make_layer() -> Layer:
 def run(layers: Sequence[Layer], x: Tensor, mixed: Tensor, early: bool, inside: int) -> Tensor:
     from deltaserve.ops.linear import triton_early
 
-    before = triton_early.BY_DEFAULT, gpu.NORMS_INSIDE
-    triton_early.BY_DEFAULT, gpu.NORMS_INSIDE = early, {False: inside > 0, True: inside > 1}
+    before = triton_early.MAX_TOKENS, gpu.NORMS_INSIDE
+    triton_early.MAX_TOKENS, gpu.NORMS_INSIDE = before[0] if early else -1, {False: inside > 0, True: inside > 1}
     residual = x
     for layer in layers:
         _, _, _, residual = norm_linear(x, residual, layer.norm, EPS, *layer.in_proj, layer.ba)
@@ -67,7 +67,7 @@ def run(layers: Sequence[Layer], x: Tensor, mixed: Tensor, early: bool, inside: 
         scores, _, x, residual = norm_linear(x, residual, layer.norm, EPS, layer.router)
         (w13, w13_scale), (w2, w2_scale) = layer.w13, layer.w2
         x = sparse_moe(x, scores, w13, w2, TOP_K, True, w13_scale, w2_scale)
-    triton_early.BY_DEFAULT, gpu.NORMS_INSIDE = before
+    triton_early.MAX_TOKENS, gpu.NORMS_INSIDE = before
     return x
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.ops import Case
+from deltaserve.bench.ops import Case
 from deltaserve.ops.norm.api import add_gemma_rms_norm, gated_rms_norm
 
 HIDDEN, HEADS, VALUE = 2048, 32, 128

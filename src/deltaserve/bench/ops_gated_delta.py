@@ -1,4 +1,4 @@
-"""Cases of the gated delta net at the 80B model's shapes: decode steps, drafts, prompts, and the parts of a prompt."""
+"""Cases of the gated delta net at the 80B model's shapes: steps of one token and of several, prompts, and parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.ops import Case
+from deltaserve.bench.ops import Case
 from deltaserve.ops.layout import Layout
 
 K_HEADS, V_HEADS, WIDTH, HIDDEN_PARTS = 16, 32, 128, 12352

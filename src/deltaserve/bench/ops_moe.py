@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops import Case
+from deltaserve.bench.ops import Case
 from deltaserve.ops.moe.api import sparse_moe
 
 EXPERTS, TOP_K, WIDTH, INNER = 512, 10, 2048, 512

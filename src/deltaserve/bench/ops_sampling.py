@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.ops import Case
+from deltaserve.bench.ops import Case
 from deltaserve.ops.sampling import api
 
 VOCAB = 151_936
