@@ -51,7 +51,7 @@ def test_random_traffic(seed: int) -> None:
     truth, seen = Truth(BUILTIN), Counter[str]()
     for number in range(3):
         draw = random.Random(f"{seed} {number}")
-        config = replace(draw_config(draw, number, None, "float32"), device="cuda", overlap="auto")
+        config = replace(draw_config(draw, number, None, "float32"), device="cuda", overlap="on")
         watched = Watched(config, draw.choice([float("nan"), 1e3]))
         seen += Traffic(watched, truth, draw, greedy_only=True).run(12, tolerance=2e-3)
         watched.engine.close()
