@@ -264,3 +264,19 @@ def test_models_of_one_kind_of_layer(kinds: list[str], tmp_path: Path) -> None:
     for name in "abcdef":
         engine.add(request(name, [3] * 90, ignore_eos=True))
     assert {len(tokens_of(outputs)) for outputs in finish(engine).values()} == {8}
+
+
+def test_books_are_balanced_after_the_last_outputs(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[int] = []
+    monkeypatch.setattr(own_engine.scheduler, "check", lambda: checks.append(1))
+    own_engine.add(request("a", [1], max_tokens=1))
+    [output] = own_engine.step()
+    assert output.finish_reason == "length"
+    assert not checks, "whoever waits for the output need not wait for the books"
+    assert not own_engine.has_work()
+    assert not own_engine.has_work()
+    assert len(checks) == 1
+    own_engine.add(request("b", [1], max_tokens=1))
+    own_engine.step()
+    own_engine.close()
+    assert len(checks) == 2

@@ -86,25 +86,31 @@ class Engine:
         )
         self._in_flight: tuple[Plan, Pending] | None = None
         self._unusable: Exception | None = None
+        self._is_settled = True
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for one that cannot be computed; nothing has changed then."""
         self._must_be_usable()
+        self._settle()
         validate(request, self.model_config.vocab_size, self.max_model_len)
         self.scheduler.add(request)
 
     def abort(self, request_id: str, reason: str) -> bool:
         """End a request at any moment; no output follows. False when there is no such request (any more)."""
-        found = self.scheduler.abort(request_id, reason)
-        self._check_when_idle()
-        return found
+        self._is_settled = False
+        return self.scheduler.abort(request_id, reason)
 
     def waits(self, request_id: str) -> bool:
         """Whether a request holds nothing yet, or nothing any more after a preemption."""
         return self.scheduler.waits(request_id)
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether there is something to step for. An engine that falls idle balances its books here, not before its
+        last outputs are handed out. Raises EngineDeadError where they do not balance."""
+        if self.scheduler.has_work:
+            return True
+        self._settle()
+        return False
 
     def step(self) -> list[Output]:
         """End one step and return what it gave; where steps overlap the next one is in flight then, if there can be
@@ -115,14 +121,12 @@ class Engine:
             if step is None:
                 return []
             plan, pending = step
+            self._is_settled = False
             self._in_flight = self._launch() if self._overlaps(pending) else None
             outputs = self.scheduler.commit(plan, pending.result())
-            self._check_when_idle()
         except BaseException as error:
             # Ctrl-C in the middle of a step leaves the books as open as a failure does.
-            self._unusable = EngineDeadError(f"the engine has died: {type(error).__name__}: {error}")
-            if isinstance(error, Exception):
-                raise self._unusable from error
+            self._die(error)
             raise
         return outputs
 
@@ -135,6 +139,8 @@ class Engine:
 
     def close(self) -> None:
         """Let go of all memory. Harmless when repeated; a closed engine takes no request and no step."""
+        if self._unusable is None:
+            self._settle()
         self._unusable = RuntimeError("the engine is closed")
         self._in_flight = None
         self.workers.close()
@@ -150,9 +156,20 @@ class Engine:
         wanted = self.config.overlap
         return wanted == "on" or (wanted == "auto" and not isinstance(pending, Computed))
 
-    def _check_when_idle(self) -> None:
-        if not self.scheduler.has_work:
+    def _settle(self) -> None:
+        if self._is_settled or self.scheduler.has_work or self._unusable is not None:
+            return
+        try:
             self.scheduler.check()
+        except AssertionError as error:
+            self._die(error)
+        self._is_settled = True
+
+    def _die(self, error: BaseException) -> None:
+        """Remembers why; raises it as EngineDeadError unless it only interrupts."""
+        self._unusable = EngineDeadError(f"the engine has died: {type(error).__name__}: {error}")
+        if isinstance(error, Exception):
+            raise self._unusable from error
 
     def _must_be_usable(self) -> None:
         if self._unusable is not None:
