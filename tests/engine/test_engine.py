@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -280,3 +281,14 @@ def test_books_are_balanced_after_the_last_outputs(own_engine: Engine, monkeypat
     own_engine.step()
     own_engine.close()
     assert len(checks) == 2
+
+
+def test_long_books_are_balanced_less_often(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, checks = iter(range(1000)), []
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(own_engine.scheduler, "check", lambda: checks.append(1))
+    for number in range(10):
+        own_engine.add(request(str(number), [1], max_tokens=1))
+        own_engine.step()
+        assert not own_engine.has_work()
+    assert len(checks) == 1, "a check of one second is followed by 99 without"

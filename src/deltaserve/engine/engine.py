@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,9 @@ from deltaserve.scheduler.scheduler import Scheduler
 from deltaserve.scheduler.speculation import GPU_COST, Speculation, StepCost
 
 logger = logging.getLogger(__name__)
+
+CHECK_SHARE = 0.01
+"""Of the time, at most, for balancing the books."""
 
 
 class EngineDeadError(RuntimeError):
@@ -87,6 +91,7 @@ class Engine:
         self._in_flight: tuple[Plan, Pending] | None = None
         self._unusable: Exception | None = None
         self._is_settled = True
+        self._next_check = 0.0
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for one that cannot be computed; nothing has changed then."""
@@ -106,7 +111,8 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether there is something to step for. An engine that falls idle balances its books here, not before its
-        last outputs are handed out. Raises EngineDeadError where they do not balance."""
+        last outputs are handed out, and not every time where that takes long. Raises EngineDeadError where they do not
+        balance."""
         if self.scheduler.has_work:
             return True
         self._settle()
@@ -139,8 +145,8 @@ class Engine:
 
     def close(self) -> None:
         """Let go of all memory. Harmless when repeated; a closed engine takes no request and no step."""
-        if self._unusable is None:
-            self._settle()
+        self._next_check = 0.0
+        self._settle()
         self._unusable = RuntimeError("the engine is closed")
         self._in_flight = None
         self.workers.close()
@@ -157,13 +163,18 @@ class Engine:
         return wanted == "on" or (wanted == "auto" and not isinstance(pending, Computed))
 
     def _settle(self) -> None:
-        if self._is_settled or self.scheduler.has_work or self._unusable is not None:
+        """Balances the books of an idle engine, unless that would take more than `CHECK_SHARE` of its time: a request
+        that comes meanwhile waits for it, and books of many kept prefixes are long."""
+        begin = time.perf_counter()
+        if self._is_settled or self.scheduler.has_work or self._unusable is not None or begin < self._next_check:
             return
         try:
             self.scheduler.check()
         except AssertionError as error:
             self._die(error)
         self._is_settled = True
+        end = time.perf_counter()
+        self._next_check = end + (end - begin) / CHECK_SHARE
 
     def _die(self, error: BaseException) -> None:
         """Remembers why; raises it as EngineDeadError unless it only interrupts."""
