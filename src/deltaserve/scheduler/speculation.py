@@ -1,8 +1,9 @@
 """How many drafts are worth their step: follows what was accepted lately. Knows no request, no clock and no tensor.
 
-A step costs, in units of a plain step of one request, `fixed + per_token * tokens`, and each draft of a batch costs
-`per_draft` and `per_drafted_token` for each request. With acceptance a_j of draft j where all before it were accepted,
-a request gets 1 + a_1 + a_1 a_2 + ... tokens. The number of drafts with the most tokens for its cost is taken.
+A step costs, in units of a plain step of one request, `fixed + per_token * tokens` and what its experts take; having
+drafts costs `drafting`, and each draft of a batch `per_draft` and `per_drafted_token` for each request. With acceptance
+a_j of draft j where all before it were accepted, a request gets 1 + a_1 + a_1 a_2 + ... tokens. The number of drafts
+with the most tokens for its cost is taken.
 
 The costs are numbers given at start, not times taken meanwhile: equal histories give equal plans. Where hardly any
 draft is right for long, a warning says so once, and `alarm` stays until that changes.
@@ -41,16 +42,20 @@ class StepCost:
     """Reading all experts' weights, of which each token asks for `per_expert` and those of a step share what they read.
     """
     per_expert: float = 0.0
+    drafting: float = 0.0
+    """Having any drafts at all."""
 
     def of(self, num_rows: int, num_drafts: int) -> float:
         """A step that verifies and proposes so many drafts for each of its rows."""
         tokens = num_rows * (1 + num_drafts)
         step = self.fixed + self.per_token * tokens + self.experts * (1 - (1 - self.per_expert) ** tokens)
-        return step + num_drafts * (self.per_draft + self.per_drafted_token * num_rows)
+        drafting = self.drafting if num_drafts else 0.0
+        return step + drafting + num_drafts * (self.per_draft + self.per_drafted_token * num_rows)
 
 
-GPU_COST = StepCost(0.8, 0.025, 0.15, 0.01, experts=9.0, per_expert=10 / 512)
-"""Of the 80B model in FP8 on one H200, from the bytes it must move, where a plain step of one request takes 2 ms."""
+GPU_COST = StepCost(0.85, 0.0125, 0.08, 0.0, experts=9.8, per_expert=10 / 512, drafting=0.46)
+"""Of the 80B model in FP8 on one H200, where a plain step of one request takes 2.17 ms: a fit to the steps of 1 to 128
+requests and of 1 and 8 with up to three drafts in `docs/LOG.md`, within a sixth of each."""
 
 
 @dataclass
