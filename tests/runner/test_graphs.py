@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,6 +101,21 @@ def test_padding_writes_nothing() -> None:
             assert {(int(i[1]), int(i[2])) for i in where} == {(9, 3)}
         else:
             assert {int(i[0]) for i in where} == {6}
+    engine.close()
+
+
+def test_a_seat_that_changes_hands_keeps_none_of_its_blocks() -> None:
+    engine = Engine(EngineConfig(device="cpu", max_num_seqs=2, max_num_batched_tokens=64, speculative_tokens="0"))
+    graphs, runner = with_graphs(engine), engine.workers.runner
+    assert runner is not None
+    for blocks in ((7, 8, 9), (5,)):
+        params = SamplingParams(temperature=0.0, seed=0)
+        runner.seats.seat(Seating(seat=1, token_ids=[1], num_prompt=1, params=params, blocks=blocks))
+        graphs._copy_blocks(np.array([1]))
+        assert graphs.block_table[1, :4].tolist() == [*blocks, -1, -1, -1][:4]
+    runner.seats.append_blocks(1, (6,))
+    graphs._copy_blocks(np.array([1]))
+    assert graphs.block_table[1, :4].tolist() == [5, 6, -1, -1]
     engine.close()
 
 

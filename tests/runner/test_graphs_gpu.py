@@ -14,6 +14,8 @@ from deltaserve import LLM, SamplingParams
 from deltaserve.config import EngineConfig
 from deltaserve.core.plan import Plan, Row, Seating
 from deltaserve.engine.engine import Engine
+from deltaserve.runner.columns import COPIES, Feed
+from deltaserve.runner.inputs import Numbers, Seats
 
 pytestmark = pytest.mark.gpu
 
@@ -109,3 +111,17 @@ def test_padding_writes_nothing() -> None:
         else:
             assert {int(i[0]) for i in where} == {6}
     engine.close()
+
+
+def test_no_buffer_is_filled_again_before_it_is_copied() -> None:
+    """Of steps that sample nothing any number is launched before the device computes the first."""
+    seats, device = Seats(1, 64), torch.device("cuda")
+    seats.block_table[0] = 0
+    feed, sent = Feed(seats, 2, 65, device), []
+    torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+    for token in range(3 * COPIES):
+        seats.token_ids[0] = token
+        row = Row(seat=0, start=0, num_tokens=64, samples=False, write_slots=(-1,) * 64)
+        feed.send(Numbers.of(Plan(step=token, rows=[row], num_decode=0)), 2, 65)
+        sent.append(feed.columns.token[:64].clone())
+    assert [set(tokens.tolist()) for tokens in sent] == [{token} for token in range(3 * COPIES)]

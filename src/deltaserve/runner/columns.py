@@ -16,7 +16,8 @@ from deltaserve.ops.layout import BLOCK
 from deltaserve.runner.inputs import Numbers, Seats
 
 COPIES = 4
-"""Host buffers taken in turn: at most two steps are in flight, so one is rewritten only after its copy is over."""
+"""Host buffers taken in turn. Of steps that sample at most two are in flight, so that hardly one waits for its buffer;
+of chunks that sample nothing, whose outcome nobody waits for, any number is."""
 NOBODY = -1
 
 
@@ -63,6 +64,7 @@ class Feed:
         self._seats = seats
         self.columns = Columns.make(rows, tokens, device)
         self._host = [Columns.make(rows, tokens, "cpu", pinned=device.type != "cpu") for _ in range(COPIES)]
+        self._copied = [None if device.type == "cpu" else torch.Event(device) for _ in range(COPIES)]
         self._turn = 0
 
     def send(self, numbers: Numbers, rows: int, tokens: int) -> None:
@@ -72,7 +74,9 @@ class Feed:
         position = np.arange(own) + np.repeat(numbers.starts - numbers.row_starts[:-1], numbers.counts)
         index = seats.block_table[seat_T, position // BLOCK].astype(np.int64) * BLOCK + position % BLOCK
         assert own == 0 or int(index.min()) >= 0, "a token has no KV block"
-        host = self._host[self._turn]
+        host, copied = self._host[self._turn], self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
         self._turn = (self._turn + 1) % COPIES
         _set(host.seat, numbers.seats, rows, len(seats.num_blocks))
         _set(host.read_slot, numbers.read_slot, rows, NOBODY)
@@ -84,6 +88,8 @@ class Feed:
         _set(host.bounds, numbers.row_starts, rows + 1, own + (tokens - own) * np.arange(1, spare + 1) // max(spare, 1))
         host.last[0] = int(numbers.counts[0]) - 1 if own else 0
         self.columns.buffer.copy_(host.buffer, non_blocking=True)
+        if copied is not None:
+            copied.record()
 
 
 def _set(column: Tensor, values: npt.NDArray[np.int64], size: int, padding: int | npt.NDArray[np.int64]) -> None:
