@@ -33,3 +33,26 @@ def test_the_mtp_layer_sees_every_size_and_one_more(max_num_seqs: int, monkeypat
     assert {size for size, is_step, _ in sizes if not is_step} >= {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, MOST, MOST + 1}
     rows = {(size // length, length) for size, is_step, length in sizes if is_step}
     assert rows == {(row, length) for row in range(1, max_num_seqs + 1) for length in (1, 2, 3)}
+
+
+def test_short_contexts_fill_a_step_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several prompts of the longest context make the largest step, where one cannot."""
+    config = EngineConfig(
+        device="cpu", max_model_len=16, max_num_seqs=3, max_num_batched_tokens=MOST, speculative_tokens="0"
+    )
+    engine = Engine(config, fill=0.0)
+    runner = engine.workers.runner
+    assert runner is not None
+    seen, inner = set(), runner.model.forward  # type: ignore[attr-defined]
+
+    def forward(token_ids_T: Tensor, context: ForwardContext) -> Tensor:
+        assert int(context.layout.position.max()) < 16
+        seen.add(len(token_ids_T))
+        found: Tensor = inner(token_ids_T, context)
+        return found
+
+    monkeypatch.setattr(runner.model, "forward", forward)
+    WarmUp(runner, MOST)._all_sizes()
+    assert seen >= {1, 2, 16, 17, 32, 33, MOST}
+    WarmUp(runner, 1000)._all_sizes()
+    assert max(seen) == 3 * 16

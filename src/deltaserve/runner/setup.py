@@ -58,7 +58,7 @@ def _measure(config: EngineConfig, blueprint: Blueprint, model: Model) -> Bluepr
         max_keep=blueprint.memory.max_keep,
     )
     runner = _runner(blueprint, model, trial, fill=0.0)
-    warm_up = WarmUp(runner, most)
+    warm_up = WarmUp(runner, blueprint.max_num_batched_tokens)
     if blueprint.dtype != torch.float64:
         warm_up.compile()
     torch.cuda.reset_peak_memory_stats()

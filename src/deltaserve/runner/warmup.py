@@ -20,7 +20,7 @@ from torch import Tensor
 from deltaserve.core.plan import Seating
 from deltaserve.core.request import SamplingParams
 from deltaserve.ops.gpu import compiling_only
-from deltaserve.runner.inputs import Batch, Numbers
+from deltaserve.runner.inputs import Batch, Ints, Numbers
 from deltaserve.runner.memory import blocks_of
 from deltaserve.runner.runner import Runner
 
@@ -47,7 +47,7 @@ class WarmUp:
     def __init__(self, runner: Runner, max_tokens: int) -> None:
         """`max_tokens`: of one step."""
         self._runner = runner
-        self._max_tokens = min(max_tokens, runner.seats.max_len)
+        self._max_tokens = min(max_tokens, len(runner.seats.num_blocks) * runner.seats.max_len)
 
     def compile(self) -> None:
         """Compiles, in parallel, what steps of all sizes need. Results are cached on the disk by Triton."""
@@ -67,32 +67,37 @@ class WarmUp:
     def _all_sizes(self) -> None:
         longest, seats = self._max_tokens, len(self._runner.seats.num_blocks)
         for size in step_sizes(longest):
-            self._prefill(1, size)
+            self._prefill(self._prompts(size))
         for rows in step_sizes(min(seats, longest)):
-            self._prefill(rows, longest // rows)
+            self._prefill(np.full(rows, min(longest // rows, self._runner.seats.max_len)))
             self._decode(rows)
         if self._runner.guesser is not None:
             self._most_entries()
 
-    def _prefill(self, rows: int, length: int) -> None:
-        """`rows` prompts of `length` tokens each, all in the same blocks: no row may own them, so none may be read
-        across rows, and what they hold does not matter."""
-        most = min(length, self._max_tokens // rows)
-        seats, counts = np.arange(rows), np.full(rows, most)
-        self._own_blocks(rows, most)
-        row_starts = np.concatenate(([0], counts.cumsum()))
-        numbers = Numbers(
+    def _prompts(self, tokens: int) -> Ints:
+        """Lengths of as few prompts as have so many tokens."""
+        whole, rest = divmod(tokens, self._runner.seats.max_len)
+        return np.array([self._runner.seats.max_len] * whole + [rest] * (rest > 0))
+
+    def _prefill(self, counts: Ints) -> None:
+        """Prompts of so many tokens each, all in the same blocks: no row may own them, so none may be read across
+        rows, and what they hold does not matter."""
+        self._forward(self._chunks(np.arange(len(counts)), counts))
+
+    def _chunks(self, seats: Ints, counts: Ints) -> Numbers:
+        self._own_blocks(len(set(seats.tolist())), int(counts.max()))
+        zeros = np.zeros(len(counts), dtype=np.int64)
+        return Numbers(
             seats=seats,
-            starts=np.zeros(rows, dtype=np.int64),
+            starts=zeros,
             counts=counts,
-            num_guesses=np.zeros(rows, dtype=np.int64),
-            read_slot=np.full(rows, -1),
-            write_slot=np.full(rows * most, -1),
-            row_starts=row_starts,
-            sampling=seats,
+            num_guesses=zeros,
+            read_slot=zeros - 1,
+            write_slot=np.full(int(counts.sum()), -1),
+            row_starts=np.concatenate(([0], counts.cumsum())),
+            sampling=np.arange(len(counts)),
             num_decode=0,
         )
-        self._forward(numbers)
 
     def _decode(self, rows: int) -> Tensor:
         """`rows` rows of every length that extends; the logits of the last."""
@@ -125,23 +130,11 @@ class WarmUp:
 
     def _most_entries(self) -> None:
         """A prompt's last chunk may have one entry more than tokens."""
-        runner, longest = self._runner, self._max_tokens
-        seats = np.arange(2) % len(runner.seats.num_blocks)
-        self._own_blocks(len(set(seats)), longest)
-        ones = np.ones(2, dtype=np.int64)
-        numbers = Numbers(
-            seats=seats,
-            starts=0 * ones,
-            counts=np.array([longest, 1]),
-            num_guesses=0 * ones,
-            read_slot=-ones,
-            write_slot=np.full(longest + 1, -1),
-            row_starts=np.array([0, longest, longest + 1]),
-            sampling=np.arange(2),
-            num_decode=0,
-        )
+        runner, counts = self._runner, np.append(self._prompts(self._max_tokens), 1)
+        numbers = self._chunks(np.arange(len(counts)) % len(runner.seats.num_blocks), counts)
         [hidden_SD] = runner.pools.hidden
-        self._look_ahead(runner.inputs.build(numbers), hidden_SD.new_zeros(longest + 1, hidden_SD.shape[1]))
+        hidden_TD = hidden_SD.new_zeros(int(counts.sum()), hidden_SD.shape[1])
+        self._look_ahead(runner.inputs.build(numbers), hidden_TD)
 
     def _look_ahead(self, batch: Batch, hidden_TD: Tensor) -> None:
         """Entries of the MTP layer as they are made behind such a step: one for each of its tokens."""
