@@ -90,8 +90,8 @@ def test_the_numbers_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> N
         ):
             assert number in text, f"the recipe does not say {number}"
     (tokens,) = re.findall(r"(\S+) tokens: ", plain)
-    (snapshots,) = re.findall(r"64 requests of any length and (\d+) snapshots", plain)
-    assert f"{tokens} tokens in KV blocks and {int(snapshots) + 64} states" in text
+    ((seqs, snapshots),) = re.findall(r"(\d+) requests of any length and (\d+) snapshots", plain)
+    assert f"{tokens} tokens in KV blocks and {int(snapshots) + int(seqs)} states: {seqs} requests" in text
     assert f"{snapshots} snapshots" in text
     with pytest.raises(ValueError, match=r"the weights take 148.47 GiB, but only 139.00 GiB are free"):
         blueprint.inspect(EngineConfig(preset="qwen3-next-80b-a3b"))

@@ -13,6 +13,8 @@ Switch = Literal["on", "off"]
 Overlap = Literal["auto", "on", "off"]
 Speculation = Literal["auto", "0", "1", "2", "3", "4", "5", "6", "7", "8"]
 StateDType = Literal["float32", "bfloat16", "float64"]
+MAX_THREADS = 1024
+"""The program that starts tens of thousands dies without a word."""
 
 
 def option(default: Any, text: str, unit: str = "") -> Any:
@@ -41,7 +43,7 @@ class EngineConfig:
     dtype: DType = option("auto", "weights and activations; auto is the checkpoint's on a GPU and float32 on a CPU")
     state_dtype: StateDType = option("float32", "recurrent matrices of the gated delta nets; bfloat16 drifts")
     max_model_len: int | None = option(None, "longest prompt plus output; by default the model's", "tokens")
-    max_num_seqs: int | None = option(None, "requests that run at once; by default 64, on a GPU 256")
+    max_num_seqs: int | None = option(None, "requests that run at once; by default 64, on a GPU 128")
     max_num_batched_tokens: int | None = option(
         None, "tokens computed in one step; long prompts are cut to it; by default 2048, on a GPU 8192", "tokens"
     )
@@ -90,6 +92,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.num_threads is not None and self.num_threads > MAX_THREADS:
+            raise ValueError(f"num_threads is {self.num_threads}; it must be at most {MAX_THREADS}")
         if self.preset is not None and (self.model is not None or self.revision is not None):
             raise ValueError(f"preset is {self.preset!r}, and a model or a revision is given too; give one of them")
         if self.max_waiting < 0:
@@ -142,7 +146,7 @@ class EngineConfig:
 
         A limit that was left open gives way to the other one.
         """
-        seqs, tokens = (64, 2048) if device == "cpu" else (256, 8192)
+        seqs, tokens = (64, 2048) if device == "cpu" else (128, 8192)
         if self.max_num_seqs is not None:
             seqs, tokens = self.max_num_seqs, max(tokens, self.max_num_seqs)
         if self.max_num_batched_tokens is not None:

@@ -137,7 +137,7 @@ def test_default_starts_wherever_one_request_fits(room: int, block: int, slot: i
     free = sizes.weights + block + keep * slot + room
     plan = plan_of(free, {}, sizes, keep, device)
     assert sizes.weights + plan.cache_bytes <= free
-    usual = 64 if device == "cpu" else 256
+    usual = 64 if device == "cpu" else 128
     assert 1 <= plan.max_num_seqs <= usual
     assert 0 <= plan.num_slots - plan.max_num_seqs * keep < keep
     assert plan.num_blocks >= plan.max_num_seqs
@@ -223,6 +223,11 @@ def test_weights_or_one_request_that_do_not_fit_say_so() -> None:
     with pytest.raises(ValueError, match=r"not one request fits: 1 KV blocks of 1 MiB and 1 state slots of 4 MiB"):
         plan_of(SIZES.weights + (5 << 20) - 1)
     assert plan_of(SIZES.weights + (5 << 20)).max_num_seqs == 1
+
+
+def test_slots_of_a_request_that_guesses_are_told() -> None:
+    with pytest.raises(ValueError, match=r"num_slots 3 serves at most 0 requests.*a request takes 4"):
+        plan_of(GIB, {"num_slots": 3}, max_keep=4)
 
 
 def test_what_is_reduced_is_told() -> None:
