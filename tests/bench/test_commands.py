@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from deltaserve.bench import multi_turn, serve, steps
 from deltaserve.bench.client_config import ClientConfig, LoadConfig, MultiTurnConfig
 from deltaserve.config import EngineConfig
 
-COMMANDS = ["decode", "prefill", "steps", "serve", "multi-turn"]
+COMMANDS = ["decode", "prefill", "steps", "ops", "serve", "multi-turn"]
 
 
 def invoke(*words: str) -> Any:
@@ -63,6 +64,47 @@ def test_sizes_without_meaning(flag: str) -> None:
     result = invoke("steps", flag, "1,0")
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {flag[2:]} is '1,0'")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--batches", "1,3"],
+            "batches has 3, but 2 requests of 641 tokens run at once, which is the largest legal value",
+        ),
+        (["--max-model-len", "640"], "max_model_len is 640; decode steps are timed up to 641 tokens"),
+        (["--lengths", "64,700"], "lengths has 700, but the context of 700 tokens leaves room for 699"),
+    ],
+)
+def test_sizes_beyond_the_engine_are_refused_before_any_is_timed(flags: list[str], words: str) -> None:
+    given = ["--batches", "1", "--lengths", "64", "--max-num-seqs", "2", "--max-model-len", "700", *flags]
+    result = invoke("steps", *given)
+    assert result.exit_code == 2
+    assert f"error: {words}" in result.stderr
+    assert not result.stdout
+
+
+def test_a_file_that_cannot_be_written_is_told_before_any_is_timed(tmp_path: Path) -> None:
+    result = invoke("steps", "--batches", "1", "--lengths", "64", "--json", str(tmp_path / "none" / "steps.json"))
+    assert result.exit_code == 1
+    assert "No such file" in result.stderr
+    assert not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--temperature", "-1"], "temperature is -1.0; it must be a number from 0 on"),
+        (["--temperature", "nan"], "temperature is nan; it must be a number from 0 on"),
+        (["--url", "http://127.0.0.1:99999"], "url is 'http://127.0.0.1:99999'; it must be like http://127.0.0.1:8000"),
+        (["--url", "http://[::1"], "url is 'http://[::1'; it must be like http://127.0.0.1:8000"),
+    ],
+)
+def test_choices_of_a_client_without_meaning(flags: list[str], words: str) -> None:
+    result = invoke("serve", *flags)
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {words}\n"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +27,8 @@ class ClientConfig:
     def __post_init__(self) -> None:
         if not self.timeout > 0:
             raise ValueError(f"timeout is {self.timeout}; it must be above 0")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; it must be a number from 0 on")
         for name, value in vars(self).items():
             if isinstance(value, int) and name != "seed" and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")

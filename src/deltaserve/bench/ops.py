@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from deltaserve.bench.floor import Rates, measure_rates
-from deltaserve.bench.report import append, environment, told
+from deltaserve.bench.report import append, environment, output, told
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,13 @@ def row_of(case: Case, rates: Rates) -> dict[str, Any]:
 def main(words: Sequence[str], path: Path | None = None) -> int:
     """Every case whose name holds one of the words; one that fails is told and does not end the rest.
 
-    Raises ValueError where there is no GPU.
+    Raises ValueError where there is no GPU, and for words that no case has; OSError for a file that cannot be written.
     """
     if not torch.cuda.is_available():
         raise ValueError(
             f"bench ops times kernels, and torch {torch.__version__} sees no GPU here; bench steps runs on a CPU"
         )
+    output(path)
     device = torch.device("cuda", 0)
     rates, where = measure_rates(device), environment(device)
     print(
@@ -101,5 +102,7 @@ def main(words: Sequence[str], path: Path | None = None) -> int:
                 rows.append({"op": f"{case.name}: {type(failure).__name__}: {str(failure)[:80]}"})
             torch.cuda.empty_cache()
             print("  ".join(f"{name} {told(value)}" for name, value in rows[-1].items()), flush=True)
+    if not rows:
+        raise ValueError(f"only is {','.join(words)!r}, which no case's name holds; leave it out to time all")
     append(rows, "ops", where, path)
     return 1 if failures else 0

@@ -71,7 +71,7 @@ def write(rows: Sequence[Row], kind: str, where: Mapping[str, Any], path: Path |
     append(rows, kind, where, path)
 
 
-def output(name: str | None) -> Path | None:
+def output(name: str | Path | None) -> Path | None:
     """The file for `append`, made if it is not there. Raises OSError now rather than when all is measured."""
     if name is None:
         return None

@@ -15,12 +15,19 @@ from typing import Any
 
 import torch
 
+from deltaserve.bench import report
 from deltaserve.bench.floor import Rates, decode_bytes, measure_rates, prefill_seconds, weights_of
 from deltaserve.bench.report import environment, write
 from deltaserve.config import EngineConfig
 from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.engine import Engine
 from deltaserve.runner.device import choose_device
+from deltaserve.runner.memory import MemoryPlan, blocks_of
+
+PROMPT_TOKENS = 512
+"""Before the first decode step of a row."""
+OUTPUT_TOKENS = 128
+"""Decode steps of a row."""
 
 
 class Stopwatch:
@@ -60,7 +67,9 @@ class Stopwatch:
         assert tokens == requests * output_tokens, f"{tokens} tokens came, {requests * output_tokens} were asked for"
         return elapsed
 
-    def decode(self, rows: int, prompt_tokens: int = 512, output_tokens: int = 128, repeats: int = 3) -> dict[str, Any]:
+    def decode(
+        self, rows: int, prompt_tokens: int = PROMPT_TOKENS, output_tokens: int = OUTPUT_TOKENS, repeats: int = 3
+    ) -> dict[str, Any]:
         """A row of the table: milliseconds a step and tokens a second, the floor and how many times it is."""
         steps = [
             (self.seconds(rows, prompt_tokens, 1 + output_tokens) - self.seconds(rows, prompt_tokens, 1))
@@ -98,10 +107,16 @@ class Stopwatch:
 
 
 def run(config: EngineConfig, decode: Sequence[int], prefill: Sequence[int], path: Path | None) -> None:
-    """Start an engine and print its tables, after one round that does not count. Raises ValueError as `Engine`."""
+    """Start an engine and print its tables, after one round that does not count.
+
+    Raises ValueError as `Engine`, and for sizes that the engine has no room for; OSError for a file that cannot be
+    written.
+    """
+    report.output(path)
     rates = measure_rates(choose_device(config.device))  # before the pools take the memory
     begin = time.perf_counter()
     engine = Engine(config)
+    refuse_beyond(engine.blueprint.memory, decode, prefill)
     watch = Stopwatch(engine, rates)
     watch.seconds(1, 64, 8)
     where = environment(engine.blueprint.device) | {"start_s": round(time.perf_counter() - begin, 1)}
@@ -111,3 +126,23 @@ def run(config: EngineConfig, decode: Sequence[int], prefill: Sequence[int], pat
             print(kind)
             write([measure(size) for size in sizes], kind, where, path)
     engine.close()
+
+
+def refuse_beyond(memory: MemoryPlan, decode: Sequence[int], prefill: Sequence[int]) -> None:
+    """Raises ValueError for rows that would wait for one another, and for prompts beyond the context."""
+    length = PROMPT_TOKENS + OUTPUT_TOKENS + 1
+    if decode and length > memory.max_model_len:
+        raise ValueError(
+            f"max_model_len is {memory.max_model_len}; decode steps are timed up to {length} tokens: raise it"
+        )
+    room = min(memory.max_num_seqs, memory.num_blocks // blocks_of(length))
+    if decode and max(decode) > room:
+        raise ValueError(
+            f"batches has {max(decode)}, but {room} requests of {length} tokens run at once, which is the largest "
+            "legal value; lower it, or raise max_num_seqs or the cache's memory"
+        )
+    if prefill and max(prefill) >= memory.max_model_len:
+        raise ValueError(
+            f"lengths has {max(prefill)}, but the context of {memory.max_model_len} tokens leaves room for "
+            f"{memory.max_model_len - 1}, which is the largest legal value"
+        )

@@ -170,13 +170,18 @@ class Client:
     """Requests to one server, over as many connections as run at once."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        parts = urlsplit(url)
+        wrong = ValueError(f"url is {url!r}; it must be like http://127.0.0.1:8000")
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as fault:
+            raise wrong from fault
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url is {url!r}; it must be like http://127.0.0.1:8000")
+            raise wrong
         self.origin = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self._prefix = urlsplit(self.origin).path
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._host, self._port = parts.hostname, parts.port or (443 if self._tls else 80)
+        self._host, self._port = parts.hostname, port or (443 if self._tls else 80)
         self._idle: list[Connection] = []
         key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._head = f"Host: {parts.netloc.rpartition('@')[2]}\r\nUser-Agent: deltaserve-bench\r\n{key}"

@@ -209,10 +209,11 @@ def _budget(config: EngineConfig, sizes: Footprint, device: str, free: int, rese
     """Bytes that the pools may take at most, and bytes that they take when left to themselves."""
     most = free - sizes.weights - reserve
     if most < 0:
-        steps = f" and the largest steps {size(reserve)}" if reserve else ""
+        steps, way = "", "free some, or take a smaller dtype or model"
+        if reserve:
+            steps, way = f" and the largest steps {size(reserve)}", f"{way}, or lower max_num_batched_tokens"
         raise ValueError(
-            f"the weights take {size(sizes.weights)}{steps}, but only {size(free)} are free on the {device}; "
-            "free some, take a smaller dtype or model, or lower max_num_batched_tokens"
+            f"the weights take {size(sizes.weights)}{steps}, but only {size(free)} are free on the {device}; {way}"
         )
     if config.cache_memory_gib is not None:
         if config.cache_memory_gib * GIB > most:
@@ -241,7 +242,7 @@ def _refuse_contradictions(chosen: _Chosen, max_position: int) -> None:
         raise ValueError(
             f"max_num_seqs is {chosen.num_seqs or 1}, but num_slots {chosen.num_slots} serves at most "
             f"{chosen.num_slots // chosen.max_keep} requests, which is the largest legal value; "
-            "raise num_slots or lower it"
+            f"raise num_slots or lower it (a request takes {chosen.max_keep}: one, and one for each guess)"
         )
 
 
