@@ -157,6 +157,7 @@ def test_help_and_version_are_light() -> None:
     [
         (["serve", "--port", "99999"], "port is 99999; it must lie in [0, 65535]"),
         (["serve", "--max-num-seqs", "0"], "max_num_seqs is 0; it must be at least 1"),
+        (["serve", "--num-threads", "100000"], "num_threads is 100000; it must be at most 1024"),
         (["serve", "--chat-template", "/nowhere/t.jinja"], "chat_template is /nowhere/t.jinja, which cannot be read"),
         (["inspect", "/nowhere/at/all"], "/nowhere/at/all"),
         (["generate", "a", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
