@@ -44,6 +44,7 @@ def test_numbers_that_are_not_finite_turn_it_off(folder: Path, caplog: pytest.Lo
     engine, [warning] = warnings_of(caplog, model=str(folder))
     assert "mtp.*" in warning
     assert "not finite" in warning
+    assert "speculation is off" in warning
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     engine.add(Request(request_id="one", prompt_token_ids=[1, 2, 3], params=params, arrival=0.0))
     tokens = []

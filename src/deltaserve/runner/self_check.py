@@ -43,11 +43,14 @@ def favourites(model: Model, vocab_size: int, pools: Pools) -> float:
     return float(chosen_T.mean())
 
 
-def complaint(model: Model, vocab_size: int, pools: Pools) -> str | None:
-    """What is wrong, for the log; None if nothing is."""
-    found, chance = favourites(model, vocab_size, pools), -math.log(vocab_size)
+def complaint(found: float, vocab_size: int) -> str | None:
+    """What is wrong, for the log, where `favourites` has found this; None if nothing is."""
+    chance = -math.log(vocab_size)
     if math.isnan(found):
-        return "the MTP layer's logits are not finite: its weights (mtp.*) look damaged or loaded wrongly"
+        return (
+            "the MTP layer's logits are not finite: its weights (mtp.*) look damaged or loaded wrongly; "
+            "speculation is off"
+        )
     if found <= chance:
         return (
             f"the MTP layer guesses no better than chance (log-probability {found:.2f} of the model's own favourites, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 
 import torch
@@ -14,7 +15,7 @@ from deltaserve.runner.graphs import StepGraphs
 from deltaserve.runner.memory import MemoryPlan, allocate, blocks_of
 from deltaserve.runner.model import Model
 from deltaserve.runner.runner import Runner
-from deltaserve.runner.self_check import complaint
+from deltaserve.runner.self_check import complaint, favourites
 from deltaserve.runner.warmup import WarmUp
 
 logger = logging.getLogger(__name__)
@@ -78,11 +79,11 @@ def _check_guesses(blueprint: Blueprint, model: Model) -> Blueprint:
     the few tries that show it."""
     memory = replace(blueprint.memory, num_blocks=1, num_slots=1, device=str(blueprint.device))
     pools = allocate(blueprint.model, memory, blueprint.dtype, blueprint.state_dtype, 0.0, with_mtp=True)
-    fault = complaint(model, blueprint.model.vocab_size, pools)
-    if fault is None:
-        return blueprint
-    logger.warning(fault)
-    return replace(blueprint, num_guesses=0) if "not finite" in fault else blueprint
+    found = favourites(model, blueprint.model.vocab_size, pools)
+    fault = complaint(found, blueprint.model.vocab_size)
+    if fault is not None:
+        logger.warning(fault)
+    return replace(blueprint, num_guesses=0) if math.isnan(found) else blueprint
 
 
 def _runner(blueprint: Blueprint, model: Model, memory: MemoryPlan, fill: float | None) -> Runner:
