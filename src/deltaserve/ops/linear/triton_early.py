@@ -26,9 +26,9 @@ What each kernel reads before its wait, and why it may:
 | entry            | at once         | positions, where entries go                                   |
 | attention step   | at once         | contexts; not the pool, since `entry` has just written to it  |
 | attention join   | at once         | contexts                                                      |
-| route            | at once         | nothing                                                       |
 | pairs' gate_up   | after its wait  | the shared expert; of others it needs the ids of `route`      |
 | pairs' down      | at once         | ids and weights of `route`, ended by rule 4, and the experts  |
+| all others       | at once         | nothing                                                       |
 """
 
 from __future__ import annotations
