@@ -50,6 +50,13 @@ STREAM = chunked(
 )
 
 
+def test_events_of_a_body_with_a_length_end() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 23\r\n\r\n"
+    exchange, events = read([head + b"data: a\n\n", b"data: [DONE]\n", b"\n"])
+    assert exchange.whole.done()
+    assert [data for data, _ in events] == [b"a", b"[DONE]"]
+
+
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_events_do_not_depend_on_how_the_bytes_are_cut(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(STREAM)]

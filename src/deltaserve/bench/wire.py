@@ -31,6 +31,9 @@ class Exchange:
         """Bytes that no complete part has been made of yet."""
         self._event = b""
         """The beginning of an event."""
+        self._is_chunked = False
+        self._received = 0
+        """Bytes of a body that is not chunked, events among them."""
 
     @property
     def has_begun(self) -> bool:
@@ -77,9 +80,10 @@ class Exchange:
             self._raw = self._read_chunks(raw, now)
             return
         self._raw = b""
+        self._received += len(raw)
         self._take(raw, now)
         length = self.headers.get(b"content-length")
-        if length is not None and len(self.body) >= int(length):
+        if length is not None and self._received >= int(length):
             self._finish()
 
     def _read_chunks(self, raw: bytes, now: float) -> bytes:
