@@ -229,6 +229,19 @@ def test_closed_engine_takes_nothing_and_holds_nothing(own_engine: Engine) -> No
         own_engine.step()
 
 
+def test_an_engine_with_wrong_books_lets_go_all_the_same(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_engine.add(request("a", [1], max_tokens=1))
+    own_engine.step()
+
+    def check() -> None:
+        raise AssertionError("wrong books")
+
+    monkeypatch.setattr(own_engine.scheduler, "check", check)
+    with pytest.raises(EngineDeadError, match="wrong books"):
+        own_engine.close()
+    assert own_engine.workers.runner is None
+
+
 def test_start_prints_the_memory_plan(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = Engine(EngineConfig(max_num_batched_tokens=64, cache_memory_gib=0.004))

@@ -144,12 +144,15 @@ class Engine:
         self.scheduler.check()
 
     def close(self) -> None:
-        """Let go of all memory. Harmless when repeated; a closed engine takes no request and no step."""
+        """Let go of all memory. Harmless when repeated; a closed engine takes no request and no step. Raises
+        EngineDeadError, when all is let go, where the books do not balance."""
         self._next_check = 0.0
-        self._settle()
-        self._unusable = RuntimeError("the engine is closed")
-        self._in_flight = None
-        self.workers.close()
+        try:
+            self._settle()
+        finally:
+            self._unusable = RuntimeError("the engine is closed")
+            self._in_flight = None
+            self.workers.close()
 
     def _launch(self) -> tuple[Plan, Pending] | None:
         """The next step, begun; None: there is nothing to do, or nothing before the step in flight has ended."""
