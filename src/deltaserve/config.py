@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from numbers import Integral
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Quantization = Literal["auto", "none", "fp8"]
 LoadFormat = Literal["auto", "dummy"]
@@ -80,6 +81,7 @@ class EngineConfig:
         object.__setattr__(self, "speculative_tokens", str(self.speculative_tokens))  # 3 means "3"
         if self.speculative_tokens not in get_args(Speculation):
             raise ValueError(f"speculative_tokens is {self.speculative_tokens}; it must be auto, or 0 to 8")
+        self._refuse_strangers()
         self.refuse_pretence(is_random=True, num_guesses=1)
         for name in (
             "max_model_len",
@@ -106,6 +108,17 @@ class EngineConfig:
                 f"max_num_batched_tokens is {tokens}, below max_num_seqs {seqs}: "
                 "a step could not hold one token of each request; raise the first or lower the second"
             )
+
+    def _refuse_strangers(self) -> None:
+        """Raises ValueError for what is no value of its field: the command line reads types, Python takes anything."""
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(get_args(kind))}")
+            if kind is bool and not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}; it must be True or False")
+            if (kind is int or (kind == int | None and value is not None)) and not isinstance(value, Integral):
+                raise ValueError(f"{name} is {value!r}; it must be a whole number")
 
     @property
     def pretended(self) -> tuple[float, ...]:
