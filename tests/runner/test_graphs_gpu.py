@@ -114,7 +114,7 @@ def test_padding_writes_nothing() -> None:
 
 
 def test_no_buffer_is_filled_again_before_it_is_copied() -> None:
-    """Of steps that sample nothing any number is launched before the device computes the first."""
+    """However many are sent before the device takes the first."""
     seats, device = Seats(1, 64), torch.device("cuda")
     seats.block_table[0] = 0
     feed, sent = Feed(seats, 2, 65, device), []
@@ -125,3 +125,23 @@ def test_no_buffer_is_filled_again_before_it_is_copied() -> None:
         feed.send(Numbers.of(Plan(step=token, rows=[row], num_decode=0)), 2, 65)
         sent.append(feed.columns.token[:64].clone())
     assert [set(tokens.tolist()) for tokens in sent] == [{token} for token in range(3 * COPIES)]
+
+
+def test_a_step_that_samples_nothing_is_waited_for() -> None:
+    """Or chunks of a long prompt would be launched without end, and a request that comes would stand behind them."""
+    engine = Engine(
+        EngineConfig(
+            device="cuda", dtype="float32", max_num_seqs=2, num_blocks=64, speculative_tokens="0", enforce_eager=True
+        )
+    )
+    runner = engine.workers.runner
+    assert runner is not None
+    params = SamplingParams(temperature=0.0, seed=0)
+    seating = Seating(seat=0, token_ids=[5, 6, 7, 8], num_prompt=4, params=params, blocks=(1,))
+    row = Row(seat=0, start=0, num_tokens=3, samples=False, write_slots=(-1, -1, 0))
+    torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+    pending = runner.launch(Plan(step=0, seatings=[seating], rows=[row], num_decode=0))
+    assert not torch.cuda.current_stream().query()
+    pending.result()
+    assert torch.cuda.current_stream().query()
+    engine.close()

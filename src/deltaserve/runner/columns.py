@@ -16,8 +16,7 @@ from deltaserve.ops.layout import BLOCK
 from deltaserve.runner.inputs import Numbers, Seats
 
 COPIES = 4
-"""Host buffers taken in turn. Of steps that sample at most two are in flight, so that hardly one waits for its buffer;
-of chunks that sample nothing, whose outcome nobody waits for, any number is."""
+"""Host buffers taken in turn: of two steps in flight none waits for the copy of an older one."""
 NOBODY = -1
 
 

@@ -47,6 +47,8 @@ class Launched:
     """(row, likely tokens to tell) of rows whose prompt tokens' logprobs are asked for."""
     turns: Ints
     """Of the seats of the rows that sample: whoever sits there later is not told these tokens."""
+    computed: torch.Event | None
+    """The step's end on the device, where no row samples: else the tokens tell of it."""
 
     def result(self) -> Result:
         return self.runner.finish(self)
@@ -91,11 +93,14 @@ class Runner:
         batch, hidden_TD = self._forward(numbers)
         sampled = self._sample(batch, hidden_TD)
         turns = self.seats.turn[numbers.seats[numbers.sampling]]
-        launched = Launched(self, plan, batch, hidden_TD, sampled, self.inputs.scored(numbers), turns)
+        computed = torch.Event(self.device) if sampled is None and self.device.type != "cpu" else None
+        launched = Launched(self, plan, batch, hidden_TD, sampled, self.inputs.scored(numbers), turns, computed)
         if sampled is not None:
             sampled.start_copy()  # before drafts are drawn: the host goes on meanwhile
         if self.guesser is not None and plan.drafts:
             self.guesser.propose(plan, batch, hidden_TD, sampled)
+        if computed is not None:
+            computed.record()
         if not self.inputs.runs_ahead or launched.scored:
             return Computed(self.finish(launched))
         return launched
@@ -107,6 +112,8 @@ class Runner:
     @torch.inference_mode()
     def finish(self, step: Launched) -> Result:
         """The outcome of a step, which the seats' tables and the guesser learn too."""
+        if step.computed is not None:  # or chunks of one prompt would all be launched, ahead of whoever comes meanwhile
+            step.computed.synchronize()
         numbers = step.batch.numbers
         rows = [RowResult()] * len(step.plan.rows)
         results = step.sampled.results() if step.sampled is not None else []
