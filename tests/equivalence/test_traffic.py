@@ -18,6 +18,7 @@ from tests.equivalence.traffic import Traffic
 from tests.equivalence.truth import Truth
 from tests.equivalence.watch import Watched
 from tests.models.factory import BUILTIN, random_config, tiny_config, write_checkpoint
+from tests.runner.test_graphs import with_graphs
 
 EVENTS = (
     "finished: length",
@@ -68,13 +69,16 @@ def assert_seen(seen: Counter[str], events: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), 1e3])
 def test_float64_models(poison: float, traffic_seconds: float, seed: int, tmp_path: Path) -> None:
-    """A new random model and new pools in every round; drawn tokens must be the very ones."""
+    """A new random model and new pools in every round, every other one with steps of fixed shapes; drawn tokens must be
+    the very ones."""
     end, seen, number = time.monotonic() + traffic_seconds, Counter[str](), 0
     while time.monotonic() < end or (lacks(seen, EVENTS) and number < MAX_ROUNDS):
         draw = random.Random(f"{seed} {number}")
         shape = tiny_config() if number == 0 else random_config(draw.getrandbits(30))
         folder = write_checkpoint(tmp_path / str(number), shape, seed=number, mtp=True)
         watched = Watched(draw_config(draw, number, folder, "float64"), poison)
+        if number % 2 == 0:
+            with_graphs(watched.engine)
         print(f"round {number}: {watched.engine.config}", json.dumps(shape))
         seen += Traffic(watched, Truth(folder), draw, greedy_only=False).run(20, tolerance=1e-8)
         number += 1
@@ -86,6 +90,8 @@ def test_builtin_model(traffic_seconds: float, seed: int) -> None:
     while time.monotonic() < end or (lacks(seen, BUILTIN_EVENTS) and number < MAX_ROUNDS):
         draw = random.Random(f"{seed} {number}")
         watched = Watched(draw_config(draw, number, None, "float32"), draw.choice([float("nan"), 1e3]))
+        if draw.random() < 0.5:
+            with_graphs(watched.engine)
         seen += Traffic(watched, truth, draw, greedy_only=True).run(12, tolerance=2e-3)
         number += 1
     assert_seen(seen, BUILTIN_EVENTS)
