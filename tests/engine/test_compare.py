@@ -13,7 +13,7 @@ from deltaserve.config import EngineConfig
 from deltaserve.engine.compare import Comparison, compare
 from deltaserve.models.load import load_model
 from deltaserve.models.qwen3_next import Qwen3Next
-from tests.models.factory import tiny_config, write_checkpoint
+from tests.models.factory import fp8_config, tiny_config, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,15 @@ def test_the_limits_of_the_config_do_not_matter(folder: Path) -> None:
 def test_a_prompt_may_be_given(folder: Path) -> None:
     comparison = compare(EngineConfig(model=str(folder)), [5, 6, 7], num_decode=2, chunk=2)
     assert (comparison.num_prompt, comparison.num_equal) == (3, 2)
+
+
+def test_fp8_is_compared_with_what_was_multiplied_out(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, fp8_config(hidden_size=256), fp8=True)
+    rounded, same = run(folder, device="cpu"), run(folder, device="cpu", quantization="none")
+    assert rounded.lines()[-1].endswith("--quantization none compares the same sums")
+    assert same.lines()[-1] == "greedy tokens equal: 4 of 4"
+    for row in same.rows:
+        assert max(row.whole, row.chunked, row.decode) < 1e-4
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[torch.Tensor], object]) -> None:

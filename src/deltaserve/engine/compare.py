@@ -24,6 +24,9 @@ from deltaserve.scheduler.scheduler import Scheduler
 
 PROMPT_LEN = 200
 """Tokens of the prompt that is drawn when none is given."""
+UNLIKE = (
+    "activations are rounded to FP8 here, and on a CPU not by transformers: --quantization none compares the same sums"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Comparison:
     chunk: int
     num_equal: int
     """Generated tokens that transformers would have chosen too, greedy, after the same tokens."""
+    is_unlike: bool = False
+    """The engine computes in FP8 and transformers does not, as it has no such products for a CPU."""
 
     def lines(self) -> list[str]:
         """A table of plain text."""
@@ -64,6 +69,7 @@ class Comparison:
             f"{'output of':<34}{'largest':>10}{'whole':>12}{'chunked':>12}{'decode':>12}",
             *rows,
             f"greedy tokens equal: {self.num_equal} of {self.num_decode}",
+            *([UNLIKE] if self.is_unlike else []),
         ]
 
 
@@ -119,7 +125,8 @@ def compare(
     ]
     chosen = theirs.layers[-1][num_prompt - 1 : -1].argmax(-1).tolist()
     num_equal = sum(a == b for a, b in zip(chosen, whole.token_ids[num_prompt:], strict=True))
-    return Comparison(rows, num_prompt, num_decode, chunk, num_equal)
+    is_unlike = bool(blueprint.quantized) and blueprint.device.type == "cpu"
+    return Comparison(rows, num_prompt, num_decode, chunk, num_equal, is_unlike)
 
 
 def _prompt(prompt: Sequence[int] | None, vocab_size: int) -> list[int]:
