@@ -113,6 +113,19 @@ def test_failures_are_counted_and_end_nothing(tmp_path: Path) -> None:
     assert "failed 2 times: HTTP 503: busy" in said
 
 
+def fails_behind_the_first(number: int, body: dict[str, Any]) -> Script:
+    return Script() if body["max_tokens"] == 8 else Script(status=503, error="busy")
+
+
+def test_a_load_without_an_answer_is_a_failure_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "lines.json"
+    with scripted(fails_behind_the_first) as server:
+        result = bench("--json", str(path), "--url", server.url, "--concurrency", "1,2", "--requests", "3")
+    assert result.exit_code == 1
+    assert [json.loads(line)["completed"] for line in path.read_text().splitlines()] == [0, 0], "both were measured"
+    assert result.stderr.startswith("error: no request was answered at "), result.stderr
+
+
 def test_another_server_in_turn(tmp_path: Path) -> None:
     order: list[str] = []
 

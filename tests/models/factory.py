@@ -25,6 +25,24 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 Json = dict[str, Any]
 
+WIDE: Json = {
+    "vocab_size": 4096,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "rope_theta": 10_000_000,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 32,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+"""Changes to `tiny_config` that give it the widths of the 80B model, with fewer experts and tokens."""
+
 
 def tiny_config(**changes: Any) -> Json:
     """A config.json of a four-layer model (three GDN, one attention); `changes` replace or add keys, None removes."""

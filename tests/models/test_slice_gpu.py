@@ -18,26 +18,10 @@ from deltaserve.model_config import ModelConfig, load_config_json
 from deltaserve.models.load import load_model
 from tests.driver import Driver, Row
 from tests.models.equality import theirs
-from tests.models.factory import tiny_config, write_checkpoint
+from tests.models.factory import WIDE, tiny_config, write_checkpoint
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-WIDTHS = {
-    "vocab_size": 4096,
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "rope_theta": 10_000_000,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "num_experts": 32,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
 PROMPTS, DECODED = (200, 70, 1), 4
 
 
@@ -58,7 +42,7 @@ def logits_of(folder: Path, dtype: torch.dtype, quantization: Quantization, rows
 def make(tmp_path: Path, fp8: bool) -> tuple[Path, list[list[int]]]:
     draw = random.Random(1)
     rows = [[draw.randrange(4096) for _ in range(length + DECODED)] for length in PROMPTS]
-    return write_checkpoint(tmp_path, tiny_config(**WIDTHS), dtype=torch.bfloat16, fp8=fp8), rows
+    return write_checkpoint(tmp_path, tiny_config(**WIDE), dtype=torch.bfloat16, fp8=fp8), rows
 
 
 def test_bf16(tmp_path: Path) -> None:

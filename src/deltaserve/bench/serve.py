@@ -77,7 +77,8 @@ async def opened(urls: Sequence[str], config: ClientConfig, api: Any) -> AsyncIt
 def run(config: LoadConfig) -> None:
     """Prints the table and appends the JSON lines.
 
-    Raises ValueError for loads and limits without meaning, RuntimeError when a server is not there.
+    Raises ValueError for loads and limits without meaning, RuntimeError when a server is not there, and at the end when
+    some load got no answer at all.
     """
     default = DEFAULT_CONCURRENCY if config.rates is None else None
     loads = read_loads(config.concurrency or default, config.rates)
@@ -87,6 +88,8 @@ def run(config: LoadConfig) -> None:
 class _Bench:
     def __init__(self, config: LoadConfig, loads: list[Load], limits: dict[str, float], say: Print) -> None:
         self._config, self._loads, self._limits, self._say = config, loads, limits, say
+        self._fruitless: list[str] = []
+        """Loads and servers of lines without one answer."""
         self._rounds = config.rounds or (2 if config.vs else 1)
         self._prompts = Prompts(config.prompts, config.api, config.vocab_size, config.seed)
         self._where = machine()
@@ -109,6 +112,10 @@ class _Bench:
             lines = Lines(names, [11, 6, 5, 6, 6, 6, 9, 7, 23, 19, 19, 23, 9, 5][: len(names)], self._say)
             for place, load in enumerate(self._loads):
                 await self._measure(place, load, targets, lines)
+        if self._fruitless:
+            raise RuntimeError(
+                f"no request was answered at {', '.join(self._fruitless)}; the reasons stand in the table"
+            )
 
     async def _measure(self, place: int, load: Load, targets: Sequence[Target], lines: Lines) -> None:
         """All rounds of one load, the servers in turn.
@@ -125,6 +132,8 @@ class _Bench:
                 results[side].append(found)
                 lines.add(self._cells(load, "AB"[side], found))
                 self._remark(found, came)
+                if not found["completed"]:
+                    self._fruitless.append(f"{load.name} of {'AB'[side]}")
                 row = {"load": load.name, "round": round_, "server": target.about, **found, "client_busy": came.busy}
                 append([row], "serve", self._where, self._path)
         if len(targets) == 2:

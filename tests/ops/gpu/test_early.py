@@ -12,28 +12,12 @@ from deltaserve.models.dummy import fill_at_random
 from deltaserve.models.qwen3_next import Qwen3Next
 from deltaserve.ops.layout import BLOCK, Layout
 from deltaserve.ops.linear import triton_early
-from tests.models.factory import tiny_config
+from tests.models.factory import WIDE, tiny_config
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 LAYERS, REPLAYS = 8, 20
-WIDTHS = {
-    "num_hidden_layers": LAYERS,
-    "vocab_size": 4096,
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "rope_theta": 10_000_000,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "num_experts": 64,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
+WIDTHS = WIDE | {"num_hidden_layers": LAYERS, "num_experts": 64}
 
 
 def make_model() -> Qwen3Next:
