@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ from tests.equivalence.truth import Truth
 from tests.equivalence.watch import Watched
 from tests.models.factory import BUILTIN
 
+SUMS = Path(__file__).parents[2] / "training/eval/sums.jsonl"
 QUESTIONS = [
     "Who are you?",
     "What is 17 * 6?",
@@ -43,6 +47,27 @@ def test_gpu_equals_cpu(dtype: str) -> None:
         for i in range(len(prompts))
     ]
     assert answers("cuda", dtype, prompts, params) == answers("cpu", dtype, prompts, params)
+
+
+def evaluation(rows: list[dict[str, str]], enforce_eager: bool, dtype: str) -> list[str]:
+    with LLM(device="cuda", dtype=dtype, max_num_seqs=16, enforce_eager=enforce_eager) as llm:
+        chats: list[str | list[int]] = [llm.render_chat([{"role": "user", "content": row["question"]}]) for row in rows]
+        params = SamplingParams(temperature=0.0, max_tokens=256)
+        return [generation.outputs[0].text for generation in llm.generate(chats, params, progress=False)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_evaluation_with_graphs_equals_without(dtype: str) -> None:
+    """The held-out sums: the same answers, and as many right as on a CPU, but for three that bf16 may cost."""
+    rows = [json.loads(line) for line in SUMS.read_text(encoding="utf-8").splitlines()]
+    stored = json.loads(SUMS.with_name("reference.json").read_text(encoding="utf-8"))
+    found = evaluation(rows, False, dtype)
+    assert found == evaluation(rows, True, dtype)
+    result = re.compile(r"#### (\d+)")
+    right = [result.findall(text)[:1] == result.findall(row["answer"]) for text, row in zip(found, rows, strict=True)]
+    print(sum(right), "of", len(rows))
+    assert sum(right) >= stored["accuracy"] * stored["rows"] - (3 if dtype == "bfloat16" else 0)
 
 
 @pytest.mark.gpu
