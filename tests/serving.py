@@ -101,7 +101,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(*flags: str, api_key: str = "") -> Iterator[Server]:
+def serving(*flags: str, api_key: str = "", ready_seconds: float = READY_SECONDS) -> Iterator[Server]:
     """`deltaserve serve` on a free port with these flags, ready. Killed at the end if it does not stop by itself."""
     port = free_port()
     command = [sys.executable, "-m", "deltaserve.cli", "serve", "--port", str(port), *flags]
@@ -111,7 +111,7 @@ def serving(*flags: str, api_key: str = "") -> Iterator[Server]:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         server = Server(f"http://127.0.0.1:{port}", process, log, api_key)
         try:
-            server.wait_until_ready()
+            server.wait_until_ready(ready_seconds)
             yield server
             status = server.stop()
             assert status == 0, f"SIGTERM ended the server with status {status}:\n{server.said()}"
