@@ -22,7 +22,7 @@ from training.data.problems import (
 from training.data.toolchat import tool_chat
 
 # The documents of seed 7 begin like this; a change here is a new corpus, which the shipped weights have not seen.
-DIGEST = "90bcefb552f03761"
+DIGEST = "fb23197b872e33b7"
 
 
 def digest(seed: int, documents: int) -> str:

@@ -19,7 +19,9 @@ from training.data.grammar import expand, sentences
 from training.data.sums import FRACTIONS, OutOfRangeError, Step, in_words
 
 HERE = Path(__file__).parent / "problems"
-FILES = ("change", "groups", "share", "compare", "money", "rates", "misc", "wide", "more")
+OF_EVERYDAY = ("change", "groups", "share", "compare", "money", "rates", "misc", "wide", "more")
+OF_WORK = ("b_take", "b_add", "b_times", "b_divide")
+FILES = (*OF_EVERYDAY, *OF_WORK)
 CURRENCIES = [("$", "dollars")] * 5 + [("", "dollars"), ("", "euros"), ("", "euros"), ("", "pounds"), ("", "cents")]
 PHRASES = {
     "+": "Adding {0} gives {1} {2}.",
