@@ -6,29 +6,10 @@ from collections import Counter
 
 import pytest
 
-from tests.training.test_generator import check_sums
+from tests.training.test_generator import check_sums, drawn_numbers, told_in
 from training.data import corpus, diversity, telling
 from training.data.problems import Problem, Template, held_numbers
-from training.data.sums import in_words
 from training.data.telling import tellings, told
-
-SPOKEN = {2: "twice double half", 3: "triple third", 4: "quarter", 5: "fifth", 6: "sixth", 10: "tenth", 12: "dozen"}
-
-
-def drawn_numbers(template: Template, key: str) -> dict[str, int]:
-    """The drawn numbers that the steps use, without those that follow from others."""
-    free = {name for name, rule in template.draws if re.match(r"(num|int|pick|below) ", rule)}
-    terms = {term for line in template.work if line[0] == ">" for term in (line.split()[3], line.split()[5])}
-    parts = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in key.split("|")[1].split(",")]
-    return {m[1]: int(m[2]) for m in parts if m and m[1] in free & terms}
-
-
-def told_in(text: str, number: int) -> bool:
-    lower = text.lower().replace(",", "")
-    spoken = [in_words(number)] if number < 1000 else []
-    return str(number) in re.findall(r"\d+", lower) or any(
-        w in lower for w in [*spoken, *SPOKEN.get(number, "").split(), *(["dozen"] if number <= 5 else [])]
-    )
 
 
 def some(template: Template, count: int) -> list[Problem]:

@@ -20,8 +20,9 @@ from training.data.sums import FRACTIONS, OutOfRangeError, Step, in_words
 
 HERE = Path(__file__).parent / "problems"
 OF_EVERYDAY = ("change", "groups", "share", "compare", "money", "rates", "misc", "wide", "more")
+OF_HOME = ("a_kitchen", "a_shopping", "a_school")
 OF_WORK = ("b_take", "b_add", "b_times", "b_divide")
-FILES = (*OF_EVERYDAY, *OF_WORK)
+FILES = (*OF_EVERYDAY, *OF_HOME, *OF_WORK)
 CURRENCIES = [("$", "dollars")] * 5 + [("", "dollars"), ("", "euros"), ("", "euros"), ("", "pounds"), ("", "cents")]
 PHRASES = {
     "+": "Adding {0} gives {1} {2}.",
@@ -29,10 +30,11 @@ PHRASES = {
     "*": "Multiplying by {0} gives {1} {2}.",
     "/": "Dividing by {0} gives {1} {2}.",
 }
+REQUEST = re.compile(r"(Work out|Find|Calculate|Determine|Figure out|Tell me) ")
 EVENTS = ("+", "-", "x", "g", "e", "h", "d", "t")
 MAX_ANSWER = 9999
 HELD_OUT = 24
-TOLD, CHAINED = 0.45, 0.14
+TOLD, CHAINED = 0.38, 0.12
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Problem:
     def thinking(self) -> tuple[str, str]:
         """The text inside ``<think>`` and the visible answer."""
         told = re.split(r"(?<=[.?!]) ", self.question)
-        asked = [sentence for sentence in told if sentence.endswith("?")] or told
+        asked = [sentence for sentence in told if sentence.endswith("?") or REQUEST.match(sentence)] or told
         out, steps = [f"The question is: {asked[-1]}"], list(self.steps)
         for line in self.lines:
             step = steps.pop(0) if steps and f"= {steps[0].result}" in line else None
@@ -168,6 +170,12 @@ def templates() -> list[Template]:
 
 
 @cache
+def weighted() -> list[Template]:
+    """The templates as often as they are drawn: those with many wordings more often than others."""
+    return [t for t in templates() for _ in range(max(1, min(4, len(t.questions) // 3)))]
+
+
+@cache
 def chains() -> list[Template]:
     return read("chains")
 
@@ -199,7 +207,7 @@ def compiled(expression: str) -> Callable[[dict[str, int]], int]:
 def tidy(text: str) -> str:
     """Capitals at the start of sentences, articles before vowels, no space before marks, a mark at the end."""
     text = sentences(text).replace("??", "?").replace(" .", ".").replace(" ,", ",").replace(" ?", "?")
-    text = re.sub(r"\b([aA]) (?=[aeiouAEIOU]|hour)(?!one|uni|use)", r"\1n ", text)
+    text = re.sub(r"\b([aA]) (?=[aeiouAEIOU]|hour|8|1[18]\b)(?!one|uni|use)", r"\1n ", text)
     return text if text[-1] in ".?!" else text + "?"
 
 
@@ -343,17 +351,17 @@ def from_template(rng: random.Random, template: Template) -> Problem | None:
 
 
 def any_problem(rng: random.Random) -> Problem:
+    from training.data import telling
     from training.data.chain import chain
-    from training.data.telling import told, weighted
 
     while True:
         x = rng.random()
         if x < TOLD:
-            problem = told(rng, rng.choice(weighted()))
+            problem = telling.told(rng, rng.choice(telling.weighted()))
         elif x < TOLD + CHAINED:
             problem = chain(rng, rng.choice(chains()))
         else:
-            problem = from_template(rng, rng.choice(templates()))
+            problem = from_template(rng, rng.choice(weighted()))
         if problem is not None and problem.answer <= MAX_ANSWER and max(s.left for s in problem.steps) <= MAX_ANSWER:
             return problem
 
