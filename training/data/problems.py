@@ -20,7 +20,7 @@ from training.data.sums import FRACTIONS, OutOfRangeError, Step, in_words
 
 HERE = Path(__file__).parent / "problems"
 OF_EVERYDAY = ("change", "groups", "share", "compare", "money", "rates", "misc", "wide", "more")
-OF_HOME = ("a_kitchen", "a_shopping", "a_school")
+OF_HOME = ("a_kitchen", "a_shopping", "a_school", "a_animals", "a_sports", "a_travel", "a_home", "a_brief")
 OF_WORK = ("b_take", "b_add", "b_times", "b_divide")
 FILES = (*OF_EVERYDAY, *OF_HOME, *OF_WORK)
 CURRENCIES = [("$", "dollars")] * 5 + [("", "dollars"), ("", "euros"), ("", "euros"), ("", "pounds"), ("", "cents")]
@@ -206,6 +206,7 @@ def compiled(expression: str) -> Callable[[dict[str, int]], int]:
 
 def tidy(text: str) -> str:
     """Capitals at the start of sentences, articles before vowels, no space before marks, a mark at the end."""
+    text = text.replace("double as ", "twice as ").replace("triple as ", "three times as ")
     text = sentences(text).replace("??", "?").replace(" .", ".").replace(" ,", ",").replace(" ?", "?")
     text = re.sub(r"\b([aA]) (?=[aeiouAEIOU]|hour|8|1[18]\b)(?!one|uni|use)", r"\1n ", text)
     return text if text[-1] in ".?!" else text + "?"
