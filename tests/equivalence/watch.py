@@ -39,6 +39,10 @@ class Watching:
     workers: WatchedWorkers
     inner: Pending
 
+    @property
+    def is_over(self) -> bool:
+        return self.inner.is_over
+
     def result(self) -> Result:
         self.workers.num_in_flight -= 1
         return self.inner.result()

@@ -92,5 +92,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 class Pending(Protocol):
     """A plan that was launched."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the outcome was there when the launch returned, as on a CPU."""
+
     def result(self) -> Result:
         """Waits for the outcome. Called once, for each plan in the order of their launch."""

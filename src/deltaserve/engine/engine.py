@@ -24,7 +24,6 @@ from deltaserve.engine.validation import validate
 from deltaserve.engine.workers import Workers
 from deltaserve.model_config import ModelConfig
 from deltaserve.runner.blueprint import Blueprint
-from deltaserve.runner.runner import Computed
 from deltaserve.scheduler.scheduler import Scheduler
 from deltaserve.scheduler.speculation import GPU_COST, Speculation, StepCost
 
@@ -163,7 +162,7 @@ class Engine:
         """Whether the next step is launched before this one's outcome is taken. An outcome that is there already, as
         on a CPU, would only wait for the step behind it."""
         wanted = self.config.overlap
-        return wanted == "on" or (wanted == "auto" and not isinstance(pending, Computed))
+        return wanted == "on" or (wanted == "auto" and not pending.is_over)
 
     def _settle(self) -> None:
         """Balances the books of an idle engine, unless that would take more than `CHECK_SHARE` of its time: a request

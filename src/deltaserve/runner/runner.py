@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -28,6 +29,7 @@ class Computed:
     """A step that is over before anybody asks for its outcome."""
 
     outcome: Result
+    is_over: ClassVar[bool] = True
 
     def result(self) -> Result:
         return self.outcome
@@ -49,6 +51,7 @@ class Launched:
     """Of the seats of the rows that sample: whoever sits there later is not told these tokens."""
     computed: torch.Event | None
     """The step's end on the device, where no row samples: else the tokens tell of it."""
+    is_over: ClassVar[bool] = False
 
     def result(self) -> Result:
         return self.runner.finish(self)
