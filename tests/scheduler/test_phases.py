@@ -149,7 +149,7 @@ def test_a_row_of_an_earlier_lease_counts_no_more() -> None:
     assert plan is not None
     result = rig.compute(plan)
     assert rig.preempt(name)
-    assert [s.request_id for s in rig.scheduler._admit(32)] == [name]
+    assert [s.request_id for s in rig.scheduler._admission.admit(32)] == [name]
     spoken = list(rig.answers[name].token_ids)
     assert rig.commit(plan, result) == []
     sequence = rig.sequence(name)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache as once
 
 from deltaserve.cache.lease import Lease
 from deltaserve.cache.manager import CacheManager
@@ -32,6 +33,7 @@ from deltaserve.core.plan import Plan, Result, Row, RowResult
 from deltaserve.core.request import Output, Request
 from deltaserve.core.stats import Stats
 from deltaserve.scheduler import policy
+from deltaserve.scheduler.admission import Admission
 from deltaserve.scheduler.counters import Counters
 from deltaserve.scheduler.lines import Lines
 from deltaserve.scheduler.sequence import Sequence
@@ -99,6 +101,7 @@ class Scheduler:
         self._drafts_in_use = False
         """By the last choice: a plan made ahead asks for none."""
         self._counters = Counters()
+        self._admission = Admission(cache, self._lines, self._counters)
 
     # ---- requests come and go --------------------------------------------------------------------------------------
 
@@ -169,7 +172,7 @@ class Scheduler:
         wanted = self._wanted_drafts(extending)
         drafts = self._share_drafts(extending, list(wanted.values()))
         budget = self._max_num_batched_tokens - len(extending) - sum(drafts)
-        seated = self._admit(budget)
+        seated = self._admission.admit(budget)
         sizes = {s.order: 1 + k for s, k in zip(extending, drafts, strict=True)} | self._share_prompts(budget)
         if ahead and not self._has_room(sizes):
             assert not seated, "requests are let in and there is no room for the step"
@@ -265,87 +268,49 @@ class Scheduler:
             for s, n in zip(prompts, shares, strict=True)
         }
 
-    def _admit(self, budget: int) -> list[Sequence]:
-        """Seat those waiting requests that this step has tokens and the cache has room for."""
-        candidates = self._without_followers(self._lines.candidates)
-        if not candidates:
-            return []
-        prompts = sorted([*self._lines.prefilling, *candidates], key=lambda s: s.order)
-        shares = policy.share_prompts(budget, [s.num_to_prefill for s in prompts])
-        owed = sum(self._blocks_owed(s) for s in self._lines.running)
-        seated: list[Sequence] = []
-        for sequence, share in zip(prompts, shares, strict=True):
-            if sequence.lease is not None or share == 0:
-                continue
-            reuse = not sequence.needs_whole_prompt
-            lease = self._cache.admit(sequence.token_ids, reuse=reuse, salt=sequence.salt, spare_blocks=owed)
-            if lease is None:
-                break
-            if sequence.num_cached is None:
-                self._count_hit(sequence, lease)
-            self._lines.sit(sequence, lease)
-            seated.append(sequence)
-            owed += self._blocks_owed(sequence)
-        return seated
-
-    def _without_followers(self, candidates: list[Sequence]) -> list[Sequence]:
-        """Those who need not wait for another: a prompt that is being computed is computed once for all who share it.
-
-        A leader moves in every step, so nobody waits for long; if its state cannot be kept, they compute for
-        themselves.
-        """
-        if not self._cache.keeps:
-            return candidates
-        leaders, free = [s for s in self._lines.running if s.is_unpublished and not s.needs_whole_prompt], []
-        for sequence in candidates:
-            if not any(sequence.follows(leader, self._cache.block_size) for leader in leaders):
-                free.append(sequence)
-                leaders.append(sequence)
-        return free
-
-    def _count_hit(self, sequence: Sequence, lease: Lease) -> None:
-        """What a first admission got from the index, and what it did not."""
-        size = self._cache.block_size
-        wanted = (len(sequence.token_ids) - 1) // size * size if self._cache.keeps else 0
-        lost = {"logprobs": wanted}
-        if not sequence.needs_whole_prompt:
-            stored = max(lease.num_matched, lease.num_done)
-            lost = {"not stored": wanted - stored, "no state": stored - lease.num_done}
-        self._counters.hit(wanted, lease.num_done, lost)
-
-    def _blocks_owed(self, sequence: Sequence) -> int:
-        """Blocks that a running request needs for the tokens it has, and one more to grow into."""
-        assert sequence.lease is not None, "a waiting request is owed blocks"
-        longest = min(sequence.num_expected + self._cache.max_keep - 1, sequence.max_len)
-        return self._cache.num_missing(sequence.lease, longest) + 1
-
     def _place(self, sizes: dict[int, int], wanted: dict[int, int], num_propose: int) -> list[_Planned]:
         """Memory for `sizes` tokens of each running request, by order of arrival; the youngest make room. Where there
         is room for `num_propose` drafts behind them, so many are proposed."""
         planned: list[_Planned] = []
+        owed = once(lambda: sum(self._admission.blocks_owed(s) for s in self._lines.running))  # seldom asked for
         for sequence in list(self._lines.running):
             lease, num_tokens = sequence.lease, sizes.get(sequence.order, 0)
             if lease is None or num_tokens == 0:
                 continue
             extends = sequence.is_extending
             num_drafts = num_tokens - 1 if extends else 0
-            row = self._place_row(sequence, lease, num_tokens, num_drafts, num_propose)
+            num_certain = num_tokens - num_drafts
+            num_drafts, most = self._cut_drafts(sequence, num_certain, num_drafts, num_propose, owed)
+            row = self._place_row(sequence, lease, num_certain, num_drafts, most)
             while row is None and sequence.lease is not None:
-                if num_drafts:  # drafts cost no request its seat
-                    num_tokens, num_drafts = 1, 0
-                else:
-                    self._send_back(self._lines.running[-1])
+                self._send_back(self._lines.running[-1])
                 if sequence.lease is not None:
-                    row = self._place_row(sequence, lease, num_tokens, num_drafts, num_propose)
+                    row = self._place_row(sequence, lease, num_certain, num_drafts, most)
             if row is not None:
                 num_real = min(num_drafts, wanted.get(sequence.order, 0))
                 planned.append(_Planned(sequence, lease, row, extends, num_real))
         return planned
 
+    def _cut_drafts(
+        self, sequence: Sequence, num_certain: int, num_drafts: int, num_propose: int, owed: Callable[[], int]
+    ) -> tuple[int, int]:
+        """As many drafts to verify and to propose as there is room for, in blocks that the row needs anyhow or that
+        nobody who runs will need soon: drafts cost no request its seat. All of a kind or none: rows stay alike."""
+        lease = sequence.lease
+        assert lease is not None, "a waiting request has drafts"
+        end = lease.num_planned + num_certain
+        least = self._cache.num_missing(lease, end)
+        for verify, propose in ((num_drafts, num_propose), (num_drafts, 0), (0, num_propose)):
+            missing = self._cache.num_missing(lease, end + verify + propose)
+            if missing == least or self._cache.has_blocks(missing + owed() - self._admission.blocks_owed(sequence)):
+                return verify, propose
+        return 0, 0
+
     def _place_row(
-        self, sequence: Sequence, lease: Lease, num_tokens: int, num_drafts: int, num_propose: int
+        self, sequence: Sequence, lease: Lease, num_certain: int, num_drafts: int, num_propose: int
     ) -> Row | None:
-        start, end = lease.num_planned, lease.num_planned + num_tokens
+        start, end = lease.num_planned, lease.num_planned + num_certain + num_drafts
+        num_tokens = end - start
         samples = end - num_drafts >= sequence.prompt_end and sequence.wants_output
         # A draft is of use if another token may follow it.
         num_propose = min(num_propose, max(sequence.max_len - end - 2, 0)) if samples else 0
