@@ -21,7 +21,8 @@ from training.data.sums import FRACTIONS, OutOfRangeError, Step, in_words
 HERE = Path(__file__).parent / "problems"
 OF_EVERYDAY = ("change", "groups", "share", "compare", "money", "rates", "misc", "wide", "more")
 OF_HOME = ("a_kitchen", "a_shopping", "a_school", "a_animals", "a_sports", "a_travel", "a_home", "a_brief")
-OF_WORK = ("b_take", "b_add", "b_times", "b_divide")
+OF_WORK = ("b_take", "b_add", "b_times", "b_divide", "b_compare", "b_steps", "b_wide")
+FILES = (*OF_EVERYDAY, *OF_HOME, *OF_WORK)
 FILES = (*OF_EVERYDAY, *OF_HOME, *OF_WORK)
 CURRENCIES = [("$", "dollars")] * 5 + [("", "dollars"), ("", "euros"), ("", "euros"), ("", "pounds"), ("", "cents")]
 PHRASES = {
@@ -35,6 +36,7 @@ EVENTS = ("+", "-", "x", "g", "e", "h", "d", "t")
 MAX_ANSWER = 9999
 HELD_OUT = 24
 TOLD, CHAINED = 0.38, 0.12
+WORDY = 0.05
 
 
 @dataclass
@@ -213,7 +215,9 @@ def tidy(text: str) -> str:
 
 
 class Sheet:
-    """The numbers of one problem and the slots of its texts."""
+    """The numbers of one problem and the slots of its texts; a wordy one writes most numbers up to 100 in words."""
+
+    wordy = False
 
     def __init__(self, rng: random.Random, template: Template) -> None:
         self.rng, self.cast = rng, Cast(rng)
@@ -281,7 +285,8 @@ class Sheet:
             return in_words(value)
         if money:
             return f"${value}" if self.sign else f"{value} {self.currency}"
-        if value <= 12 and self.spelled and self.rng.random() < 0.6:
+        limit, share = (100, 0.8) if self.wordy else (12, 0.6 if self.spelled else 0.0)
+        if value <= limit and self.rng.random() < share:
             return in_words(value)
         return str(value)
 
@@ -334,7 +339,10 @@ def from_template(rng: random.Random, template: Template) -> Problem | None:
     if any(not compiled(c)(sheet.numbers) for c in template.conditions):
         return None
     drawn = ",".join(f"{k}{v}" for k, v in sorted(sheet.numbers.items()))
-    question = sheet.question(rng.choice(template.questions))
+    phrase = rng.choice(template.questions)
+    sheet.wordy = "%" not in phrase and rng.random() < WORDY
+    question = sheet.question(phrase)
+    sheet.spelled = sheet.wordy = False
     work = Work(sheet)
     try:
         for line in template.work:

@@ -14,13 +14,12 @@ from pathlib import Path
 from training.data.cast import Person, conjugate, table
 from training.data.distraction import distracted
 from training.data.grammar import expand
-from training.data.problems import Problem, Sheet, Template, Work, compiled, read, tidy, with_macros
+from training.data.problems import WORDY, Problem, Sheet, Template, Work, compiled, read, tidy, with_macros
 from training.data.sums import OutOfRangeError, in_words
 
 HERE = Path(__file__).parent / "told"
 FILES = ("stock", "groups", "compare", "money", "time", "many", "daily")
 PAST = 0.65
-WORDY = 0.05
 FIRST = [
     "yesterday ", "on {day} ", "last week ", "this morning ", "one day ", "last year ", "in {month} ", "last summer ",
     "in the morning ", "at the weekend ", "last night ", "a while ago, ", "once ",
