@@ -18,7 +18,7 @@ from training.data.problems import WORDY, Problem, Sheet, Template, Work, compil
 from training.data.sums import OutOfRangeError, in_words
 
 HERE = Path(__file__).parent / "told"
-FILES = ("stock", "groups", "compare", "money", "time", "many", "daily")
+FILES = ("stock", "groups", "compare", "money", "time", "many", "daily", "b_jobs")
 PAST = 0.65
 FIRST = [
     "yesterday ", "on {day} ", "last week ", "this morning ", "one day ", "last year ", "in {month} ", "last summer ",
