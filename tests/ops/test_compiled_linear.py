@@ -35,6 +35,7 @@ def compile_gemv(target: str, width: int, tokens: int, rows: int, beside: int, w
         "y_ptr": "*bf16",
         "beside_ptr": "*bf16",
         "y_beside_ptr": "*bf16",
+        "stride": "i32",
         "tokens": "i32",
         "height": "i32",
         "height_beside": "i32",

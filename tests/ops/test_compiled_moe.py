@@ -74,7 +74,7 @@ def test_pairs(target: str) -> None:
     gate_up = compile_for(
         TARGETS[target],
         triton_pairs.gate_up_kernel,
-        signature_of(way, True, "*bf16", h_ptr="*bf16"),
+        signature_of(way, True, "*bf16", h_ptr="*bf16", token_stride="i32", block_stride="i32"),
         SHAPE | {"K": 11, "BI": 4, "BK": 2048, "FP8": way, "READY": True, "SHARED": 512, "EARLY": target == "sm_90"},
     )
     down = compile_for(

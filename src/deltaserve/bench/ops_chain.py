@@ -62,11 +62,11 @@ def run(layers: Sequence[Layer], x: Tensor, mixed: Tensor, early: bool, inside: 
     triton_early.MAX_TOKENS, gpu.NORMS_INSIDE = before[0] if early else -1, {False: inside > 0, True: inside > 1}
     residual = x
     for layer in layers:
-        _, _, _, residual = norm_linear(x, residual, layer.norm, EPS, *layer.in_proj, layer.ba)
+        _, _, _, residual, _ = norm_linear(x, residual, layer.norm, EPS, *layer.in_proj, layer.ba)
         x = linear(mixed, *layer.out_proj)
-        scores, _, x, residual = norm_linear(x, residual, layer.norm, EPS, layer.router)
+        scores, _, x, residual, ready = norm_linear(x, residual, layer.norm, EPS, layer.router, quantizes=True)
         (w13, w13_scale), (w2, w2_scale) = layer.w13, layer.w2
-        x = sparse_moe(x, scores, w13, w2, TOP_K, True, w13_scale, w2_scale)
+        x = sparse_moe(x, scores, w13, w2, TOP_K, True, w13_scale, w2_scale, ready, adds_up=False)
     triton_early.MAX_TOKENS, gpu.NORMS_INSIDE = before
     return x
 

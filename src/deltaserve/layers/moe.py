@@ -59,11 +59,19 @@ class SparseMoe(nn.Module):
                     projection.weight_scale_inv = _view(self.held[f"{which}_scale"][num_experts])
 
     def forward(self, x_TD: Tensor | Normed) -> Tensor:
-        """[T, hidden_size] -> the same."""
-        scores_TF = self.router(x_TD)
+        """[T, hidden_size] -> the same, or rows [T, K, hidden_size] that the next norm adds up."""
+        scores_TF, ready = self.router(x_TD), None
         if isinstance(x_TD, Normed):
-            x_TD = x_TD.norm
-        y_TD = sparse_moe(x_TD, scores_TF, top_k=self.top_k, renormalize=self.renormalize, **self.held)
+            ready, x_TD = x_TD.ready, x_TD.norm
+        y_TD = sparse_moe(
+            x_TD,
+            scores_TF,
+            top_k=self.top_k,
+            renormalize=self.renormalize,
+            ready=ready,
+            adds_up=not self.holds_shared,
+            **self.held,
+        )
         if self.holds_shared:
             return y_TD
         return torch.addcmul(y_TD, self.shared_expert(x_TD), scores_TF[:, -1:].sigmoid())

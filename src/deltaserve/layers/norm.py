@@ -22,9 +22,9 @@ class GemmaNorm(nn.Module):
         """[..., width] -> the same."""
         return gemma_rms_norm(x_D, self.weight_plus_one, self.eps)
 
-    def later(self, x_TD: Tensor, residual_TD: Tensor) -> Normed:
-        """As `add`, but computed by whoever needs it first."""
-        return Normed(x_TD, residual_TD, self.weight_plus_one, self.eps)
+    def later(self, x_TD: Tensor, residual_TD: Tensor, quantizes: bool = False) -> Normed:
+        """As `add`, but computed by whoever needs it first; `quantizes` as in `Normed`."""
+        return Normed(x_TD, residual_TD, self.weight_plus_one, self.eps, quantizes)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of `residual + x`, and that sum."""

@@ -36,12 +36,14 @@ class Block(nn.Module):
         self.mixer = mixer
         self.post_norm = GemmaNorm(config.hidden_size, config.eps, dtype, device)
         self.mlp = make_mlp(config, mlp_kind, dtype, device, quantized)
+        self.quantized = quantized
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """`x` is what the layer below adds to `residual`; returns the same pair for the layer above."""
+        """`x` is what the layer below adds to `residual`, or rows [T, K, D] that the next norm adds up; returns the
+        same pair for the layer above."""
         normed = self.input_norm.later(x_TD, residual_TD)
         x_TD = self.mixer(normed, context)
-        normed = self.post_norm.later(x_TD, normed.total)
+        normed = self.post_norm.later(x_TD, normed.total, self.quantized)
         return self.mlp(normed), normed.total
 
 

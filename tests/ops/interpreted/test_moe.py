@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from deltaserve.ops.linear.reference import quantize_weight
+from deltaserve.ops.linear.triton_fp8 import quantize_rows
 from deltaserve.ops.moe import reference, triton_groups, triton_members, triton_pairs, triton_route
 from deltaserve.ops.moe.gpu import sparse_moe
 from deltaserve.ops.moe.triton_groups import Tiles
+from deltaserve.ops.moe.triton_members import add_up
 from tests.ops.guarded import guarded, relative
 
 FLIPS = 2e-3
@@ -113,6 +115,8 @@ def test_pairs(tokens: int, num_experts: int, top_k: int, width: int, inner: int
         if dtype is None:
             ready = triton_route.route_and_quantize(torch.randn(tokens, num_experts + 1), x, top_k, True, True)[3]
             same = triton_pairs.gate_up(x, weights[0], weights[2], ids, True, rows=32, ready=ready)
+            by_columns = triton_pairs.gate_up(x, weights[0], weights[2], ids, True, rows=32, ready=quantize_rows(x))
+            assert torch.equal(by_columns, h)
         output = triton_pairs.down(h, weights[1], weights[3], chosen, ids, rows=32)
         other = triton_pairs.down(h, weights[1], weights[3], chosen, ids, rows=64)
     limit = 2e-3 if dtype == torch.float16 else 2e-6 if dtype else FLIPS
@@ -131,7 +135,12 @@ def test_groups(tokens: int, width: int, inner: int, tiles: Tiles, dtype: torch.
     x = torch.randn(tokens, width).to(dtype or torch.float32)
     chosen, ids, count = triton_route.route(torch.randn(tokens, 6), 2, False, True)
     with guarded():
-        output = triton_groups.grouped(x, *weights, chosen, ids, count, tiles)
+        rows = triton_groups.grouped(x, *weights, chosen, ids, count, tiles)
+        output = add_up(rows, x.dtype)
+        if dtype is None:
+            count.zero_()
+            same = triton_groups.grouped(x, *weights, chosen, ids, count, tiles, ready=quantize_rows(x))
+            assert torch.equal(same, rows)
     limit = 2e-3 if dtype == torch.float16 else 2e-6 if dtype else FLIPS
     assert relative(output, expected_of(x, weights, chosen, ids)) < limit
 
@@ -143,7 +152,9 @@ def test_a_layer(tokens: int, shared: bool) -> None:
     weights = weights_of(3 + shared, 128, 128, None)
     x, scores = torch.randn(tokens, 128), torch.randn(tokens, 4)
     output = sparse_moe(x, scores, weights[0], weights[1], 2, True, *weights[2:])
+    rows = sparse_moe(x, scores, weights[0], weights[1], 2, True, *weights[2:], quantize_rows(x), False)
     assert output.shape == x.shape
+    assert torch.equal(add_up(rows, x.dtype) if rows.dim() == 3 else rows, output)
     if tokens:
         chosen, ids, _ = triton_route.route(scores, 2, True, shared)
         assert relative(output, expected_of(x, weights, chosen, ids)) < FLIPS

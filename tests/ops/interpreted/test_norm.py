@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltaserve.ops.moe import triton_members
 from deltaserve.ops.norm import reference, triton_norm
+from tests.ops.guarded import guarded
 
 EPS = 1e-6
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -38,6 +40,24 @@ def test_add_gemma_norm(dtype: torch.dtype, tokens: int) -> None:
     else:
         assert torch.equal(total, x + residual)
     close(normed, reference.gemma_rms_norm(total.double(), weight.double(), EPS))
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.float16, torch.float32), (torch.float16, torch.float16)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 96), (5, 96), (5, 2048)])
+def test_add_rows_and_norm(tokens: int, width: int, dtype: torch.dtype, wide: torch.dtype) -> None:
+    x, residual, weight = (
+        torch.randn(tokens, 3, width).to(wide),
+        torch.randn(tokens, width).to(dtype),
+        torch.rand(width),
+    )
+    x[:, 1] *= 2000  # the order of the sum shows
+    added = reference.add_up(x, dtype)
+    assert torch.equal(triton_members.add_up(x, dtype), added)
+    with guarded():
+        found = triton_norm.add_norm_rows(x, residual, weight, EPS)
+    for actual, expected in zip(found, triton_norm.add_norm_rows(added, residual, weight, EPS), strict=True):
+        assert actual.dtype == dtype
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,8 +15,18 @@ from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.linear import reference
 from deltaserve.ops.norm.api import add_gemma_rms_norm
 
+Ready = tuple[Tensor, Tensor]
+"""An input that a kernel has quantised while it made it, for products that would do so themselves: the same numbers,
+e4m3 [T', I] and float32 scales [T', i], with T' of at least T. What makes one says so; None on a CPU."""
 
-def linear(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+
+def linear(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    scale_oi: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    ready: Ready | None = None,
+) -> Tensor:
     """`x @ weight.T`, without bias.
 
     Name        Shape    Dtype            Meaning
@@ -24,6 +34,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None = None, dtyp
     weight      [O, I]   as x, or e4m3    one row per output, as checkpoints store it
     scale       [o, i]   float32          of an e4m3 weight: multiplied with its blocks
     dtype       -        -                of the output, x's by default
+    ready       -        -                x quantised already, if it is; only with an e4m3 weight
     returns     [T, O]   `dtype`
     """
     assert x_TI.shape[-1] == weight_OI.shape[1], (
@@ -35,7 +46,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None = None, dtyp
     if has_kernels(x_TI):
         from deltaserve.ops.linear import gpu
 
-        return gpu.linear(x_TI, weight_OI, scale_oi, x_TI.dtype if dtype is None else dtype)
+        return gpu.linear(x_TI, weight_OI, scale_oi, x_TI.dtype if dtype is None else dtype, ready)
     return reference.linear(x_TI, weight_OI, scale_oi, dtype)
 
 
@@ -56,18 +67,20 @@ def norm_linear(
     weight_OI: Tensor,
     scale_oi: Tensor | None = None,
     beside_PI: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    quantizes: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Ready | None]:
     """`add_gemma_rms_norm` of x and residual, and `linear` or, with a second weight, `linear_beside` of that norm.
 
-    Returns [T, O]; [T, P] or None; the norm and the sum [T, I]. All as x in dtype.
+    Returns [T, O]; [T, P] or None; the norm and the sum [T, I], all as the residual in dtype; and the norm quantised,
+    where that was made. `quantizes`: products with quantised weights follow that this function does not know.
     """
     if has_kernels(x_TI):
         from deltaserve.ops.linear import gpu
 
-        return gpu.norm_linear(x_TI, residual_TI, weight_plus_one_I, eps, weight_OI, scale_oi, beside_PI)
+        return gpu.norm_linear(x_TI, residual_TI, weight_plus_one_I, eps, weight_OI, scale_oi, beside_PI, quantizes)
     normed_TI, total_TI = add_gemma_rms_norm(x_TI, residual_TI, weight_plus_one_I, eps)
     y_TP = None if beside_PI is None else linear(normed_TI, beside_PI)
-    return linear(normed_TI, weight_OI, scale_oi), y_TP, normed_TI, total_TI
+    return linear(normed_TI, weight_OI, scale_oi), y_TP, normed_TI, total_TI, None
 
 
 def allocate(out_width: int, in_width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 from deltaserve.ops.gpu import properties
 from deltaserve.ops.linear import reference
 
+Ready = tuple[Tensor, Tensor]
+"""An input that comes quantised too, as `quantize_rows` gives it."""
 SMALL = 64
 """Tokens up to which streaming the weight is the cost."""
 NORMS_INSIDE = {False: True, True: False}
@@ -23,33 +25,40 @@ NORMS_INSIDE = {False: True, True: False}
 programs are many, and it is better that a norm quantises for all of them."""
 
 
-def linear(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, dtype: torch.dtype) -> Tensor:
+def linear(
+    x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, dtype: torch.dtype, ready: Ready | None = None
+) -> Tensor:
     """As api.linear, for T of at least 0."""
+    assert ready is None or scale_oi is not None, "linear: a quantised input of a plain weight"
     tokens = x_TI.shape[0]
     if tokens == 0:
         return x_TI.new_empty(0, weight_OI.shape[0], dtype=dtype)
     if takes_gemv(tokens, weight_OI, scale_oi):
-        from deltaserve.ops.linear.triton_gemv import gemv
+        from deltaserve.ops.linear.triton_gemv import MAX_BLOCK, gemv
 
-        return gemv(x_TI, weight_OI, scale_oi, dtype)
+        fits = tokens == 1 and x_TI.shape[1] <= MAX_BLOCK
+        return gemv(x_TI, weight_OI, scale_oi, dtype, ready=ready if fits else None)
     if tokens > SMALL:
         if scale_oi is None:
             if not is_uneven(weight_OI):
                 return dense(x_TI, weight_OI, dtype)
         elif has_blockwise(x_TI, weight_OI, dtype):
-            return blockwise(x_TI, weight_OI, scale_oi)
+            return blockwise(x_TI, weight_OI, scale_oi, ready)
     from deltaserve.ops.linear.triton_gemm import gemm
 
-    return gemm(x_TI, weight_OI, scale_oi, dtype)
+    return gemm(x_TI, weight_OI, scale_oi, dtype, ready=ready)
 
 
-def linear_beside(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, beside_PI: Tensor) -> tuple[Tensor, Tensor]:
+def linear_beside(
+    x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, beside_PI: Tensor, ready: Ready | None = None
+) -> tuple[Tensor, Tensor]:
     """As api.linear_beside."""
     if x_TI.shape[0] and takes_gemv(x_TI.shape[0], weight_OI, scale_oi):
-        from deltaserve.ops.linear.triton_gemv import gemv_beside
+        from deltaserve.ops.linear.triton_gemv import MAX_BLOCK, gemv_beside
 
-        return gemv_beside(x_TI, weight_OI, scale_oi, beside_PI)
-    return linear(x_TI, weight_OI, scale_oi, x_TI.dtype), linear(x_TI, beside_PI, None, x_TI.dtype)
+        fits = x_TI.shape[0] == 1 and x_TI.shape[1] <= MAX_BLOCK
+        return gemv_beside(x_TI, weight_OI, scale_oi, beside_PI, ready=ready if fits else None)
+    return linear(x_TI, weight_OI, scale_oi, x_TI.dtype, ready), linear(x_TI, beside_PI, None, x_TI.dtype)
 
 
 def norm_linear(
@@ -60,26 +69,24 @@ def norm_linear(
     weight_OI: Tensor,
     scale_oi: Tensor | None,
     beside_PI: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    quantizes: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Ready | None]:
     """As api.norm_linear."""
     from deltaserve.ops.linear import triton_gemv
-    from deltaserve.ops.norm.api import add_gemma_rms_norm
-    from deltaserve.ops.norm.triton_norm import add_norm_rows_quantized
+    from deltaserve.ops.norm.triton_norm import add_norm_rows, add_norm_rows_quantized
 
-    if x_TI.shape[0] == 1 and x_TI.shape[1] <= triton_gemv.MAX_BLOCK:
-        if NORMS_INSIDE[scale_oi is not None]:
-            return triton_gemv.norm_gemv(x_TI, residual_TI, gain_I, eps, weight_OI, scale_oi, beside_PI)
-        if scale_oi is not None:
-            normed_TI, total_TI, ready = add_norm_rows_quantized(x_TI, residual_TI, gain_I, eps)
-            if beside_PI is None:
-                y_TO = triton_gemv.gemv(normed_TI, weight_OI, scale_oi, x_TI.dtype, ready=ready)
-                return y_TO, None, normed_TI, total_TI
-            y_TO, y_TP = triton_gemv.gemv_beside(normed_TI, weight_OI, scale_oi, beside_PI, ready=ready)
-            return y_TO, y_TP, normed_TI, total_TI
-    normed_TI, total_TI = add_gemma_rms_norm(x_TI, residual_TI, gain_I, eps)
+    is_one = residual_TI.shape[0] == 1 and residual_TI.shape[1] <= triton_gemv.MAX_BLOCK
+    if is_one and x_TI.dim() == 2 and NORMS_INSIDE[scale_oi is not None]:
+        return *triton_gemv.norm_gemv(x_TI, residual_TI, gain_I, eps, weight_OI, scale_oi, beside_PI), None
+    ready: Ready | None = None
+    if quantizes or scale_oi is not None:
+        normed_TI, total_TI, ready = add_norm_rows_quantized(x_TI, residual_TI, gain_I, eps)
+    else:
+        normed_TI, total_TI = add_norm_rows(x_TI, residual_TI, gain_I, eps)
+    own = None if scale_oi is None else ready
     if beside_PI is None:
-        return linear(normed_TI, weight_OI, scale_oi, x_TI.dtype), None, normed_TI, total_TI
-    return *linear_beside(normed_TI, weight_OI, scale_oi, beside_PI), normed_TI, total_TI
+        return linear(normed_TI, weight_OI, scale_oi, normed_TI.dtype, own), None, normed_TI, total_TI, ready
+    return *linear_beside(normed_TI, weight_OI, scale_oi, beside_PI, own), normed_TI, total_TI, ready
 
 
 def takes_gemv(tokens: int, weight_OI: Tensor, scale_oi: Tensor | None) -> bool:
@@ -110,10 +117,10 @@ def has_blockwise(x_TI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> bool:
     return fits and dtype == torch.bfloat16 and properties(x_TI.device).is_hopper
 
 
-def blockwise(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor) -> Tensor:
+def blockwise(x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor, ready: Ready | None = None) -> Tensor:
     """bf16 [T, O]. `has_blockwise` must hold."""
     from deltaserve.ops.linear.triton_fp8 import quantize_rows
 
-    x_q, x_scale = quantize_rows(x_TI)
+    x_q, x_scale = ready or quantize_rows(x_TI)
     y_TO = torch._scaled_mm(x_q, weight_OI.t(), x_scale, scale_oi.t(), out_dtype=torch.bfloat16)
     return y_TO[: x_TI.shape[0]]

@@ -115,12 +115,11 @@ def quantize_rows_kernel(
 
 
 def quantize_rows(x_TI: Tensor, early: bool | None = None) -> tuple[Tensor, Tensor]:
-    """[T, I] -> e4m3 [T', I] and float32 scales [T', i] that stand column by column in memory, as the vendor's product
-    wants them. T' is T up to a multiple of 4, the rows past T are zero. One program per row, bytes move once."""
+    """[T, I] -> e4m3 [T', I] and float32 scales [T', i] as `new_quantized` makes them; the rows past T are zero. One
+    program per row, bytes move once."""
     tokens, width = x_TI.shape
-    padded = -(-tokens // 4) * 4
-    x_q = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=x_TI.device)
-    scale = torch.empty(-(-width // 128), padded, dtype=torch.float32, device=x_TI.device)
+    x_q, scale = new_quantized(tokens, width, x_TI.device)
+    padded = len(x_q)
     out, way = fp8_way(x_q, scale)
     block = min(2048, max(128, triton.next_power_of_2(width)))
     grid = (padded, triton.cdiv(width, block))
@@ -136,4 +135,12 @@ def quantize_rows(x_TI: Tensor, early: bool | None = None) -> tuple[Tensor, Tens
         num_warps=4 if block > 512 else 1,
         **early_options(x_TI.device, early, tokens),
     )
-    return x_q, scale.t()
+    return x_q, scale
+
+
+def new_quantized(tokens: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for a quantised input [T, I]: e4m3 [T', I] and float32 scales [T', i] that stand column by column in memory,
+    as the vendor's product wants them. T' is T up to a multiple of 4."""
+    padded = -(-tokens // 4) * 4
+    x_q = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=device)
+    return x_q, torch.empty(-(-width // 128), padded, dtype=torch.float32, device=device).t()

@@ -37,7 +37,7 @@ class Tiles:
     warps: int = 4
     stages: int = 4
     ready: bool = False
-    """Whether the input comes quantised."""
+    """Whether the input is quantised by a kernel of its own if it does not come quantised."""
 
 
 @triton.jit
@@ -222,8 +222,10 @@ def gemm(
     dtype: torch.dtype,
     tiles: Tiles | None = None,
     early: bool | None = None,
+    ready: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """x [T, I], weight [O, I] plain or e4m3 with scales [o, i] -> [T, O] in `dtype`.
+    """x [T, I], weight [O, I] plain or e4m3 with scales [o, i] -> [T, O] in `dtype`. `ready`: x as `quantize_rows`
+    gives it, for an e4m3 weight.
 
     Variants: I, dtypes, and `tiles`: classes of T that end at powers of two (16 to 1,024), and the weight's height.
     """
@@ -234,11 +236,12 @@ def gemm(
     assert tiles.outputs <= 128 or scale_oi is None, f"linear: {tiles.outputs} outputs are more than a block"
     y_TO = torch.empty(tokens, height, dtype=dtype, device=device)
     weight, way = fp8_way(weight_OI.contiguous(), scale_oi)
-    x_TI, stride = x_TI.contiguous(), 0
-    x_scale = weight
-    if way and tiles.ready:
-        x_TI, x_scale = quantize_rows(x_TI, early)
-        x_TI, stride = fp8_way(x_TI, x_scale)[0], x_scale.stride(1)
+    x_in, stride, x_scale = x_TI.contiguous(), 0, weight
+    if way and tiles.ready and ready is None:
+        ready = quantize_rows(x_TI, early)
+    if ready is not None:
+        x_in, x_scale = fp8_way(*ready)[0], ready[1]
+        stride = x_scale.stride(1)
     block = 128 if way else (64 if tiles.tokens >= 128 else 128) // (weight.element_size() // 2) ** 2
     num_tiles = triton.cdiv(height, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
     parts = counters = y_TO
@@ -247,7 +250,7 @@ def gemm(
         size = num_tiles * tiles.split * tiles.outputs * tiles.tokens
         parts, counters = torch.empty(size, dtype=torch.float32, device=device), _counters(device)
     gemm_kernel[(num_tiles, tiles.split)](
-        x_TI,
+        x_in,
         x_scale,
         weight,
         weight if scale_oi is None else scale_oi,
@@ -263,7 +266,7 @@ def gemm(
         BK=block,
         SPLIT=tiles.split,
         FP8=way,
-        READY=tiles.ready,
+        READY=ready is not None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **early_options(device, early, tokens),

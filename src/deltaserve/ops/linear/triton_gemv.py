@@ -30,11 +30,11 @@ fp32 in registers: then a quantised one is held as a plain one is."""
 
 
 @triton.jit
-def ready_input(q_ptr, q_scale_ptr, scale_ptr, WIDTH: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr):
-    """As `scaled_input`, of an input that comes quantised."""
+def ready_input(q_ptr, q_scale_ptr, stride, scale_ptr, WIDTH: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr):
+    """As `scaled_input`, of an input that comes quantised, its scales `stride` apart."""
     k, block = tl.arange(0, BK), tl.arange(0, BK // 128)
     q = widen(tl.load(q_ptr + k, mask=k < WIDTH, other=0.0), FP8)
-    scale = tl.load(q_scale_ptr + block, mask=block * 128 < WIDTH, other=0.0)
+    scale = tl.load(q_scale_ptr + block * stride, mask=block * 128 < WIDTH, other=0.0)
     scale *= tl.load(scale_ptr + block, mask=block * 128 < WIDTH, other=0.0)
     return tl.reshape(tl.reshape(q, (BK // 128, 128)) * scale[:, None], (BK,))
 
@@ -187,6 +187,7 @@ def norm_gemv_kernel(
 def project_ready(
     q_ptr,
     q_scale_ptr,
+    stride,
     w_ptr,
     scale_ptr,
     y_ptr,
@@ -206,7 +207,7 @@ def project_ready(
     w = tl.load(w_ptrs, mask=kept[:, None] & (k < WIDTH), other=0.0, eviction_policy="evict_first")
     scale_ptr += (start // 128) * ((WIDTH + 127) // 128)
     wait_for_inputs(EARLY)
-    y = tl.sum(widen(w, FP8) * ready_input(q_ptr, q_scale_ptr, scale_ptr, WIDTH, BK, FP8)[None, :], 1)
+    y = tl.sum(widen(w, FP8) * ready_input(q_ptr, q_scale_ptr, stride, scale_ptr, WIDTH, BK, FP8)[None, :], 1)
     tl.store(y_ptr + o, y.to(y_ptr.dtype.element_ty), mask=kept)
 
 
@@ -253,11 +254,12 @@ def project(
             tl.store(y_ptr + t * height + o, y.to(y_ptr.dtype.element_ty), mask=kept)
 
 
-@triton.jit(do_not_specialize=["tokens", "height", "height_beside"])
+@triton.jit(do_not_specialize=["stride", "tokens", "height", "height_beside"])
 def gemv_kernel(
     x_ptr,
     q_ptr,
     q_scale_ptr,
+    stride,
     w_ptr,
     scale_ptr,
     y_ptr,
@@ -283,7 +285,7 @@ def gemv_kernel(
     start = program * BO
     if program < own:
         if READY:
-            project_ready(q_ptr, q_scale_ptr, w_ptr, scale_ptr, y_ptr, start, height, WIDTH, BO, BK, FP8, EARLY)
+            project_ready(q_ptr, q_scale_ptr, stride, w_ptr, scale_ptr, y_ptr, start, height, WIDTH, BO, BK, FP8, EARLY)
         else:
             project(x_ptr, w_ptr, scale_ptr, y_ptr, start, tokens, height, WIDTH, T, BO, BK, FP8, EARLY)
     else:
@@ -325,7 +327,7 @@ def gemv(
     ready: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """x [T, I] with T up to 4, weight [O, I] plain or e4m3 with scales [o, i] -> [T, O] in `dtype`. `ready`: x, of one
-    token, as e4m3 too and its scales [1, i], for an e4m3 weight up to MAX_BLOCK wide.
+    token, quantised as `quantize_rows` does, for an e4m3 weight up to MAX_BLOCK wide.
 
     Variants: 1, 2, or 3 and 4 tokens, I, dtypes, and `rows` (a power of two), which follows from the shape.
     """
@@ -436,6 +438,7 @@ def _launch(
         x_TI.contiguous(),
         x_q,
         q_scale,
+        q_scale.stride(1),
         weight,
         weight if scale_oi is None else scale_oi,
         y_TO,

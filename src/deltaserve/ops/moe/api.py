@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deltaserve.ops.gpu import has_kernels
-from deltaserve.ops.linear.api import scale_shape
+from deltaserve.ops.linear.api import Ready, scale_shape
 from deltaserve.ops.moe import reference
 
 
@@ -40,6 +40,8 @@ def sparse_moe(
     renormalize: bool,
     w13_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
+    ready: Ready | None = None,
+    adds_up: bool = True,
 ) -> Tensor:
     """Routes each token and sums its experts, the shared one among them if the arrays hold it.
 
@@ -47,6 +49,9 @@ def sparse_moe(
     x            [T, D]        any float      input
     scores       [T, E + 1]    any float      the router's output: one column per expert, then the shared one's gate
     w13, w2, w13_scale, w2_scale              as `experts`, of E experts, or of E + 1: the last is then the shared one
+    ready        -             -              x quantised already, if it is and the weights are
+    adds_up      -             -              if not, what is returned may be [T, K, D] of x's dtype or fp32: rows yet
+                                              to be summed, as `add_gemma_rms_norm` does
     returns      [T, D]        as x           with the shared expert times `sigmoid(gate)` if there are E + 1
     """
     num_experts, num_held = scores_TF.shape[1] - 1, w13.shape[0]
@@ -55,7 +60,7 @@ def sparse_moe(
         from deltaserve.ops.moe import gpu
 
         _check(x_TD, w13, w2, w13_scale, w2_scale)
-        return gpu.sparse_moe(x_TD, scores_TF, w13, w2, top_k, renormalize, w13_scale, w2_scale)
+        return gpu.sparse_moe(x_TD, scores_TF, w13, w2, top_k, renormalize, w13_scale, w2_scale, ready, adds_up)
     weights_TK, ids_TK = route(scores_TF[:, :-1], top_k, renormalize)
     if num_held > num_experts:
         weights_TK = torch.cat([weights_TK, scores_TF[:, -1:].sigmoid().to(weights_TK.dtype)], 1)

@@ -1,12 +1,14 @@
 """How a mixture of experts is computed on a GPU, by its sizes. Knows no kernel's inside.
 
-Up to MAX_TOKENS of `triton_pairs`, pair by pair (3 launches with routing); beyond, in groups of one expert (5 to 7:
-quantised inputs take one more, and so do many pairs).
+Up to MAX_TOKENS of `triton_pairs`, pair by pair (3 launches with routing); beyond, in groups of one expert (4 to 7: one
+more each for inputs that are not quantised yet, for many pairs, and for adding up).
 """
 
 from __future__ import annotations
 
 from torch import Tensor
+
+from deltaserve.ops.linear.api import Ready
 
 
 def sparse_moe(
@@ -18,9 +20,11 @@ def sparse_moe(
     renormalize: bool,
     w13_scale: Tensor | None,
     w2_scale: Tensor | None,
+    ready: Ready | None = None,
+    adds_up: bool = True,
 ) -> Tensor:
     """As api.sparse_moe, for T of at least 0. Weights must be contiguous."""
-    from deltaserve.ops.moe import triton_groups, triton_pairs, triton_route
+    from deltaserve.ops.moe import triton_groups, triton_members, triton_pairs, triton_route
 
     assert w13.is_contiguous(), f"moe: w13 has strides {w13.stride()}"
     assert w2.is_contiguous(), f"moe: w2 has strides {w2.stride()}"
@@ -29,8 +33,7 @@ def sparse_moe(
         return x_TD.new_empty(x_TD.shape)
     shared = w13.shape[0] == scores_TF.shape[1]
     if tokens <= triton_pairs.MAX_TOKENS:
-        ready = None
-        if w13_scale is None:
+        if w13_scale is None or ready is not None:
             weights_TK, ids_TK, _ = triton_route.route(scores_TF, top_k, renormalize, shared)
         else:
             routed = triton_route.route_and_quantize(scores_TF, x_TD, top_k, renormalize, shared)
@@ -38,4 +41,8 @@ def sparse_moe(
         h_PI = triton_pairs.gate_up(x_TD, w13, w13_scale, ids_TK, shared, ready=ready)
         return triton_pairs.down(h_PI, w2, w2_scale, weights_TK, ids_TK)
     weights_TK, ids_TK, count = triton_route.route(scores_TF, top_k, renormalize, shared)
-    return triton_groups.grouped(x_TD, w13, w2, w13_scale, w2_scale, weights_TK, ids_TK, count, shared=shared)
+    held = w13, w2, w13_scale, w2_scale
+    y_TKD = triton_groups.grouped(x_TD, *held, weights_TK, ids_TK, count, shared=shared, ready=ready)
+    if not adds_up:
+        return y_TKD
+    return triton_members.add_up(y_TKD, x_TD.dtype)

@@ -20,7 +20,7 @@ from deltaserve.ops.gpu import properties
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 from deltaserve.ops.linear.triton_fp8 import fp8_way, operand, quantize, quantize_rows, stored
 from deltaserve.ops.linear.triton_gemm import along_tokens, multiply, products
-from deltaserve.ops.moe.triton_members import add_up, group
+from deltaserve.ops.moe.triton_members import group
 
 Tables = tuple[Tensor, Tensor, Tensor]
 """Of `group`: each tile's pairs, its expert, and how many tiles there are."""
@@ -218,9 +218,11 @@ def gate_up(
     num_pairs: int,
     tiles: Tiles,
     early: bool | None = None,
+    quantized: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """x [T, D], w13 [E, 2I, D] plain or e4m3, tables of `num_pairs` pairs -> silu(gate) * up, [pairs, I] as x; or, if
-    tiles are `ready` and weights quantised, as e4m3 (or its bytes) with scales [pairs, i]."""
+    tiles are `ready` and weights quantised, as e4m3 (or its bytes) with scales [pairs, i]. `quantized`: x as
+    `quantize_rows` gives it, if that was done."""
     inner, width, device = w13.shape[1] // 2, w13.shape[2], x_TD.device
     w13, way = fp8_way(w13, w13_scale)
     ready = tiles.ready and way > 0
@@ -228,7 +230,7 @@ def gate_up(
     h, h_scale = torch.empty(num_pairs, inner, dtype=w13.dtype if ready else x_TD.dtype, device=device), None
     if ready:
         assert tiles.inner == 128, f"moe: {tiles.inner} inner columns are not a block"
-        x_in, x_scale = quantize_rows(x_TD, early)
+        x_in, x_scale = quantized or quantize_rows(x_TD, early)
         x_in, stride = fp8_way(x_in, x_scale)[0], x_scale.stride(1)
         h_scale = torch.empty(num_pairs, -(-inner // 128), dtype=torch.float32, device=device)
     gate_up_kernel[(len(tables[1]) * triton.cdiv(inner, tiles.inner),)](
@@ -313,9 +315,11 @@ def grouped(
     tiles: Tiles | None = None,
     shared: bool = False,
     early: bool | None = None,
+    ready: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """x [T, D], w13 [E, 2I, D] and w2 [E, D, I] plain or e4m3, weights float32 and ids int32 [T, K], `count` as `route`
-    gives it -> [T, D] as x. `shared` as in `group`.
+    gives it -> [T, K, D] as x or fp32, for `add_up` or the next norm. `shared` as in `group`, `ready` as `quantized` in
+    `gate_up`.
 
     Variants: shapes of the weights, K, dtypes, and three classes of pairs per expert (`choose_tiles`).
     """
@@ -323,8 +327,8 @@ def grouped(
     if tiles is None:
         tiles = choose_tiles(pairs, num_experts, w13_scale is not None, properties(x_TD.device).shared_bytes)
     tables = *group(ids_TK, count, num_experts, tiles.pairs, shared, early), count
-    h, h_scale = gate_up(x_TD, w13, w13_scale, tables, pairs, tiles, early)
+    h, h_scale = gate_up(x_TD, w13, w13_scale, tables, pairs, tiles, early, ready)
     # Few rows are kept exact; of many, the bytes count.
     dtype = x_TD.dtype if tiles.ready else torch.float32
     y_PD = down(h, h_scale, w2, w2_scale, weights_TK, tables, tiles, dtype, early)
-    return add_up(y_PD, ids_TK.shape[1], x_TD.dtype, early)
+    return y_PD.view(*ids_TK.shape, -1)

@@ -204,12 +204,12 @@ def group(
     return members, experts
 
 
-def add_up(y_PD: Tensor, top_k: int, dtype: torch.dtype, early: bool | None = None) -> Tensor:
-    """The sums of `top_k` rows after another, always in their order: [T * top_k, D] -> [T, D] in `dtype`."""
-    tokens, width = y_PD.shape[0] // top_k, y_PD.shape[1]
-    out = torch.empty(tokens, width, dtype=dtype, device=y_PD.device)
+def add_up(y_TKD: Tensor, dtype: torch.dtype, early: bool | None = None) -> Tensor:
+    """The sums of K rows after another, always in their order: contiguous [T, K, D] -> [T, D] in `dtype`."""
+    tokens, top_k, width = y_TKD.shape
+    out = torch.empty(tokens, width, dtype=dtype, device=y_TKD.device)
     block = min(1024, triton.next_power_of_2(width))
     sum_kernel[(tokens, triton.cdiv(width, block))](
-        y_PD, out, K=top_k, WIDTH=width, BD=block, num_warps=4, **early_options(y_PD.device, early, tokens)
+        y_TKD, out, K=top_k, WIDTH=width, BD=block, num_warps=4, **early_options(y_TKD.device, early, tokens)
     )
     return out

@@ -27,6 +27,7 @@ HELD_BYTES = 32 << 10
 def gate_up_input(
     x_ptr,
     x_scale_ptr,
+    block_stride,
     gate_scale,
     up_scale,
     start,
@@ -47,7 +48,7 @@ def gate_up_input(
         up = tl.load(up_scale + block, mask=block * 128 < WIDTH, other=0.0)
         blocks = tl.reshape(x, (BK // 128, 128))
         if READY:
-            scale = tl.load(x_scale_ptr + block, mask=block * 128 < WIDTH, other=0.0)
+            scale = tl.load(x_scale_ptr + block * block_stride, mask=block * 128 < WIDTH, other=0.0)
         else:
             x_q, scale = quantize(blocks, FP8)
             blocks = x_q.to(tl.float32)
@@ -56,7 +57,7 @@ def gate_up_input(
     return x_gate, x_up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride", "block_stride"])
 def gate_up_kernel(
     x_ptr,
     x_scale_ptr,
@@ -64,6 +65,8 @@ def gate_up_kernel(
     scale_ptr,
     ids_ptr,
     h_ptr,
+    token_stride,
+    block_stride,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
@@ -74,8 +77,8 @@ def gate_up_kernel(
     SHARED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """READY: the input comes quantised. SHARED: the expert that is every token's last, or -1. Nobody needs to choose
-    it, so it comes first."""
+    """READY: the input comes quantised, and the strides are those of its scales. SHARED: the expert that is every
+    token's last, or -1. Nobody needs to choose it, so it comes first."""
     pair, start = tl.program_id(1), tl.program_id(0) * BI
     if SHARED >= 0:
         pair = pair // K * K + (pair + K - 1) % K
@@ -88,7 +91,7 @@ def gate_up_kernel(
     x_ptr += (pair // K).to(tl.int64) * WIDTH
     ROWS: tl.constexpr = (INNER + 127) // 128
     COLUMNS: tl.constexpr = (WIDTH + 127) // 128
-    x_scale_ptr += (pair // K) * COLUMNS
+    x_scale_ptr += (pair // K) * token_stride
     gate_scale = scale_ptr + (expert * (2 * ROWS) + start // 128) * COLUMNS
     up_scale = gate_scale + ROWS * COLUMNS
     w_ptrs = w_ptr + expert * (2 * INNER * WIDTH) + i[:, None] * WIDTH
@@ -101,7 +104,9 @@ def gate_up_kernel(
         if first == 0:
             wait_for_inputs(EARLY)
             let_next_start(EARLY)  # not sooner: so `down`, which starts then, finds the experts chosen
-        x_gate, x_up = gate_up_input(x_ptr, x_scale_ptr, gate_scale, up_scale, first, WIDTH, BK, FP8, READY)
+        x_gate, x_up = gate_up_input(
+            x_ptr, x_scale_ptr, block_stride, gate_scale, up_scale, first, WIDTH, BK, FP8, READY
+        )
         gate += tl.sum(widen(w1, FP8) * x_gate[None, :], 1)
         up += tl.sum(widen(w3, FP8) * x_up[None, :], 1)
     h = gate / (1.0 + tl.exp(-gate)) * up
@@ -168,7 +173,8 @@ def gate_up(
     ready: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """x [T, D], w13 [E, 2I, D] plain or e4m3, ids int32 [T, K] -> silu(gate) * up, [T * K, I] as x. `shared`: each
-    token's last id is that of the last expert. `ready`: x as e4m3 and its scales [T, d], for e4m3 weights.
+    token's last id is that of the last expert. `ready`: x as e4m3 and its scales [T, d] at any strides, for
+    e4m3 weights.
 
     Variants: shapes of the weights, K, dtypes; `rows` (a power of two up to 128) is one value for a model.
     """
@@ -184,6 +190,7 @@ def gate_up(
         weight if w13_scale is None else w13_scale,
         ids_TK,
         h_PI,
+        *(x_scale.stride() if ready is not None else (0, 0)),
         K=ids_TK.shape[1],
         WIDTH=width,
         INNER=inner,

@@ -34,18 +34,22 @@ def add_gemma_rms_norm(x_D: Tensor, residual_D: Tensor, weight_plus_one_D: Tenso
     """`residual + x`, and its Gemma norm.
 
     Name               Shape      Dtype       Meaning
-    x                  [..., D]   any float   what a layer adds to the residual stream
-    residual           [..., D]   as x        the stream before it
+    x                  [..., D]   any float   what a layer adds to the residual stream; or [..., K, D], K rows whose sum
+                                              it is, added up in fp32 in their order and rounded to residual's dtype
+    residual           [..., D]   any float   the stream before it
     weight_plus_one    [D]        float32     1 + the checkpoint's weight
-    returns            [..., D]   as x        the norm of the sum, rounded to x's dtype first
-                       [..., D]   as x        the sum: the stream after it
+    returns            [..., D]   residual's  the norm of the sum, rounded to that dtype first
+                       [..., D]   residual's  the sum: the stream after it
     """
-    assert x_D.shape == residual_D.shape, f"norm: x is {tuple(x_D.shape)}, the residual {tuple(residual_D.shape)}"
+    is_alike = residual_D.shape in (x_D.shape, x_D.shape[:-2] + x_D.shape[-1:])
+    assert is_alike, f"norm: x is {tuple(x_D.shape)}, the residual {tuple(residual_D.shape)}"
     _check(x_D, weight_plus_one_D)
     if has_kernels(x_D):
         from deltaserve.ops.norm import triton_norm
 
         return triton_norm.add_norm_rows(x_D, residual_D, weight_plus_one_D, eps)
+    if x_D.dim() > residual_D.dim():
+        x_D = reference.add_up(x_D, residual_D.dtype)
     return reference.add_gemma_rms_norm(x_D, residual_D, weight_plus_one_D, eps)
 
 

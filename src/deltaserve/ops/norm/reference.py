@@ -20,6 +20,14 @@ def add_gemma_rms_norm(x_D: Tensor, residual_D: Tensor, weight_plus_one_D: Tenso
     return cast(_weighted_norm(sum_D, weight_plus_one_D, eps), x_D.dtype), sum_D
 
 
+def add_up(x_KD: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the last axis but one, row after row."""
+    total_D, *rest = cast(x_KD, wide_dtype(x_KD.dtype)).unbind(-2)
+    for row_D in rest:
+        total_D = total_D + row_D
+    return cast(total_D, dtype)
+
+
 def gated_rms_norm(x_V: Tensor, z_V: Tensor, weight_V: Tensor, eps: float) -> Tensor:
     normed_V = _weighted_norm(x_V, weight_V, eps)
     return cast(normed_V.mul_(silu(cast(z_V, normed_V.dtype))), x_V.dtype)

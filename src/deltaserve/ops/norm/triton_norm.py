@@ -17,13 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
-from deltaserve.ops.linear.triton_fp8 import fp8_way, quantize, stored
+from deltaserve.ops.linear.triton_fp8 import fp8_way, new_quantized, quantize, stored
 
 TILE = 2048
 """Elements of a program, and the threads that hold 8 of each row of a wide norm."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "eps"])
+@triton.jit(do_not_specialize=["num_rows", "padded", "eps"])
 def norm_kernel(
     x_ptr,
     residual_ptr,
@@ -33,6 +33,7 @@ def norm_kernel(
     q_ptr,
     scale_ptr,
     num_rows,
+    padded,
     x_outer,
     x_inner,
     residual_outer,
@@ -41,11 +42,13 @@ def norm_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ADDENDS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     FP8: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """FP8: whether, and how, the norm is stored quantised as well, with scales [N, blocks]."""
+    """ADDENDS: rows behind one another that x is the sum of, rounded; 0: x is itself. FP8: whether, and how, the norm
+    is stored quantised as well, `padded` rows of it, with scales [blocks, padded]."""
     let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
@@ -53,7 +56,14 @@ def norm_kernel(
     weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     at = (row // HEADS * x_outer + row % HEADS * x_inner)[:, None] + column[None, :]
     wait_for_inputs(EARLY)
-    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    if ADDENDS > 0:
+        added = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        for i in tl.static_range(ADDENDS):
+            addend = x_ptr + (row * ADDENDS + i)[:, None] * WIDTH + column[None, :]
+            added += tl.load(addend, mask=mask, other=0.0).to(tl.float32)
+        x = added.to(sum_ptr.dtype.element_ty)
+    else:
+        x = tl.load(x_ptr + at, mask=mask, other=0.0)
     to = row[:, None] * WIDTH + column[None, :]
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row[:, None] * residual_outer + column[None, :], mask=mask, other=0.0)
@@ -66,12 +76,13 @@ def norm_kernel(
     if FP8 != 0:
         blocks = tl.reshape(normed.to(tl.float32), (ROWS * BLOCK_D // 128, 128))
         q, scales = quantize(blocks, FP8)
-        tl.store(q_ptr + to, stored(tl.reshape(q, (ROWS, BLOCK_D)), FP8), mask=mask)
+        is_stored = (row < padded)[:, None]
+        q = stored(tl.reshape(q, (ROWS, BLOCK_D)), FP8)
+        tl.store(q_ptr + to, q, mask=is_stored & (column < WIDTH)[None, :])
         block = tl.arange(0, BLOCK_D // 128)
-        NUM: tl.constexpr = (WIDTH + 127) // 128
-        kept = (row < num_rows)[:, None] & (block < NUM)[None, :]
         scales = tl.reshape(scales, (ROWS, BLOCK_D // 128))
-        tl.store(scale_ptr + row[:, None] * NUM + block[None, :], scales, mask=kept)
+        is_block = (block * 128 < WIDTH)[None, :]
+        tl.store(scale_ptr + block[None, :] * padded + row[:, None], scales, mask=is_stored & is_block)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
@@ -121,25 +132,28 @@ def norm_rows(x_D: Tensor, weight_plus_one_D: Tensor, eps: float) -> Tensor:
 
 
 def add_norm_rows(x_D: Tensor, residual_D: Tensor, weight_plus_one_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The Gemma norm of x + residual, [..., D] both, and that sum; contiguous, as x in dtype."""
-    normed_D = torch.empty(x_D.shape, dtype=x_D.dtype, device=x_D.device)
-    sum_D = torch.empty(x_D.shape, dtype=x_D.dtype, device=x_D.device)
-    x_NHD, residual_NHD = (_flat(x) for x in (x_D, residual_D))
-    _launch(x_NHD, residual_NHD, weight_plus_one_D, normed_D, sum_D, eps, True)
-    return normed_D, sum_D
+    """The Gemma norm of x + residual [..., D], and that sum; contiguous, as the residual in dtype. x is as the
+    residual, or [..., K, D]: K rows that are added up first, in their order, and rounded."""
+    return _add_norm(x_D, residual_D, weight_plus_one_D, eps, None)
 
 
 def add_norm_rows_quantized(
     x_ND: Tensor, residual_ND: Tensor, weight_plus_one_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """As `add_norm_rows` of [N, D], and the norm as e4m3 [N, D] with float32 scales [N, d]."""
-    normed_ND = torch.empty(x_ND.shape, dtype=x_ND.dtype, device=x_ND.device)
-    sum_ND = torch.empty(x_ND.shape, dtype=x_ND.dtype, device=x_ND.device)
-    q_ND = torch.empty(x_ND.shape, dtype=torch.float8_e4m3fn, device=x_ND.device)
-    scale_Nd = torch.empty((x_ND.shape[0], -(-x_ND.shape[1] // 128)), dtype=torch.float32, device=x_ND.device)
-    x_NHD, residual_NHD = _flat(x_ND), _flat(residual_ND)
-    _launch(x_NHD, residual_NHD, weight_plus_one_D, normed_ND, sum_ND, eps, True, (q_ND, scale_Nd))
-    return normed_ND, sum_ND, (q_ND, scale_Nd)
+    """As `add_norm_rows` of [N, D] or [N, K, D], and the norm as `quantize_rows` would give it."""
+    ready = new_quantized(*residual_ND.shape, residual_ND.device)
+    normed_ND, sum_ND = _add_norm(x_ND, residual_ND, weight_plus_one_D, eps, ready)
+    return normed_ND, sum_ND, ready
+
+
+def _add_norm(
+    x_D: Tensor, residual_D: Tensor, weight_plus_one_D: Tensor, eps: float, ready: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    normed_D, sum_D = (torch.empty(residual_D.shape, dtype=residual_D.dtype, device=x_D.device) for _ in range(2))
+    addends = x_D.shape[-2] if x_D.dim() > residual_D.dim() else 0
+    x_NHD = _flat(x_D.contiguous().view(residual_D.shape[:-1].numel(), -1) if addends else x_D)
+    _launch(x_NHD, _flat(residual_D), weight_plus_one_D, normed_D, sum_D, eps, True, ready, addends)
+    return normed_D, sum_D
 
 
 def gated_norm_rows(x_V: Tensor, z_V: Tensor, weight_V: Tensor, eps: float) -> Tensor:
@@ -181,16 +195,17 @@ def _launch(
     eps: float,
     adds: bool,
     quantized: tuple[Tensor, Tensor] | None = None,
+    addends: int = 0,
 ) -> None:
-    heads, width = x.shape[1:]
+    heads, width = x.shape[1], weight.shape[0]
     num_rows = x.shape[0] * heads
     rows, block, warps = tile(width)
     if not num_rows:
         return
-    q, scale, way = normed, normed, 0
+    q, scale, way, padded = normed, normed, 0, num_rows
     if quantized is not None:
-        block, (q, way), scale = max(128, block), fp8_way(*quantized), quantized[1]
-    norm_kernel[(triton.cdiv(num_rows, rows),)](
+        block, (q, way), scale, padded = max(128, block), fp8_way(*quantized), quantized[1], len(quantized[0])
+    norm_kernel[(triton.cdiv(padded, rows),)](
         x,
         residual,
         weight,
@@ -199,6 +214,7 @@ def _launch(
         q,
         scale,
         num_rows,
+        padded,
         x.stride(0),
         x.stride(1),
         residual.stride(0),
@@ -207,6 +223,7 @@ def _launch(
         WIDTH=width,
         ROWS=rows,
         BLOCK_D=block,
+        ADDENDS=addends,
         HAS_RESIDUAL=adds,
         FP8=way,
         num_warps=warps,

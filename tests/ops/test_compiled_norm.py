@@ -1,0 +1,32 @@
+"""The norm of the residual stream compiled for GPUs that are not there, at the 80B model's shapes."""
+
+from __future__ import annotations
+
+import pytest
+
+from deltaserve.ops.norm.triton_norm import norm_kernel, tile
+from tests.ops.compiled import TARGETS, compile_for
+
+WAYS = {"sm_90": 1, "sm_80": 2, "gfx942": 2}
+"""How each sees e4m3."""
+
+
+@pytest.mark.parametrize("quantizes", [True, False])
+@pytest.mark.parametrize("addends", [0, 11])
+@pytest.mark.parametrize("target", TARGETS)
+def test_norm(target: str, addends: int, quantizes: bool) -> None:
+    """Spills nothing, and asks for all rows that it adds up before the first of them is there."""
+    rows, block, warps = tile(2048)
+    way = WAYS[target] if quantizes else 0
+    kinds = {"weight_ptr": "*fp32", "eps": "fp32", "q_ptr": {0: "*bf16", 1: "*fp8e4nv", 2: "*u8"}[way]}
+    kinds |= {"scale_ptr": "*fp32" if way else "*bf16"}
+    signature = {name: kinds.get(name, "*bf16" if name.endswith("ptr") else "i32") for name in norm_kernel.arg_names}
+    constants = {"HEADS": 1, "WIDTH": 2048, "ROWS": rows, "BLOCK_D": block, "ADDENDS": addends, "HAS_RESIDUAL": True}
+    found = compile_for(
+        TARGETS[target], norm_kernel, signature, {**constants, "FP8": way, "EARLY": target == "sm_90"}, warps
+    )
+    assert found.spilled == 0
+    assert found.registers <= 128
+    assert found.shared <= 8 << 10
+    if target == "sm_90":
+        assert found.assembly.count("ld.global.v4.b32") >= max(1, addends)
