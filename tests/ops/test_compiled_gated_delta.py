@@ -19,22 +19,25 @@ def signature(kernel: Any, state: str = "fp32", **others: str) -> dict[str, str]
     kinds |= dict.fromkeys(("read_slot", "write_slot", "position"), "*i64")
     kinds |= dict.fromkeys(("arrivals", "cu_seqlens", "table"), "*i32")
     kinds |= dict.fromkeys(("tokens", "length", "token_start", "row_start"), "i32")
-    kinds |= dict.fromkeys(("mixed_stride", "z_stride", "a_stride", "b_stride"), "i32")
+    kinds |= dict.fromkeys(("mixed_stride", "z_stride", "a_stride", "b_stride", "q_stride"), "i32")
     kinds |= {"state_pool": f"*{state}", "pool": f"*{state}", **others}
     return {name: kinds.get(name, "*bf16") for name in kernel.arg_names}
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
-@pytest.mark.parametrize("is_one", [True, False])
+@pytest.mark.parametrize(("is_one", "quantizes"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("target", TARGETS)
-def test_step(target: str, is_one: bool, state: str) -> None:
+def test_step(target: str, is_one: bool, quantizes: bool, state: str) -> None:
     """Everything in registers, of which two programs share a multiprocessor's."""
     kernel = triton_step.step_kernel
     constants: dict[str, Any] = {**SHAPES, "BV": 128, "eps": 1e-6, "ONE": is_one, "RAGGED": False}
     constants |= triton_step.tile(128, 128, 4 if state == "fp32" else 2)
     num_warps = constants.pop("num_warps")
     constants["EARLY"] = is_one and target == "sm_90"
-    taken = compile_for(TARGETS[target], kernel, signature(kernel, state), constants, num_warps=num_warps)
+    constants["FP8"] = way = 0 if not quantizes else 1 if target == "sm_90" else 2
+    quantized = {"q_out": {0: "*bf16", 1: "*fp8e4nv", 2: "*u8"}[way], "q_scale": "*fp32" if way else "*bf16"}
+    kinds = signature(kernel, state, **quantized)
+    taken = compile_for(TARGETS[target], kernel, kinds, constants, num_warps=num_warps)
     assert taken.spilled <= (64 if target == "gfx942" else 8)  # Triton 3.9: none on AMD; 3.6: some
     assert taken.registers <= (512 if target == "gfx942" else 255)
     assert taken.shared <= 8 << 10

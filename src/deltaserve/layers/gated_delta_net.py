@@ -65,9 +65,10 @@ class GatedDeltaNet(nn.Module):
             mixed_z, ba = self.in_proj.beside(x_TE, self.ba_proj)
             mixed_TC, z = mixed_z.split_with_sizes(self.widths[:2], dim=-1)
             b_TV, a_TV = ba.split_with_sizes(self.widths[2:], dim=-1)
-        o_THV = gated_delta_net(
+        o_THV, ready = gated_delta_net(
             *(mixed_TC, z, b_TV, a_TV, self.conv_weight, self.A_log, self.dt_bias, self.norm_weight, self.eps),
             *(context.conv[self.ordinal], context.state[self.ordinal], context.layout),
+            quantizes=self.ba_proj is not None,
         )
-        out_TE: Tensor = self.out_proj(o_THV.flatten(1))
+        out_TE: Tensor = self.out_proj(o_THV.flatten(1), ready)
         return out_TE

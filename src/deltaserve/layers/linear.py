@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from deltaserve.layers.normed import Normed
-from deltaserve.ops.linear.api import allocate, linear, linear_beside, scale_shape
+from deltaserve.ops.linear.api import Ready, allocate, linear, linear_beside, scale_shape
 
 FP8 = torch.float8_e4m3fn
 
@@ -38,11 +38,11 @@ class Linear(nn.Module):
             scales = scale_shape((out_width, in_width))
             self.weight_scale_inv = weight(*scales, dtype=torch.float32, device=device)
 
-    def forward(self, x_TI: Tensor | Normed) -> Tensor:
-        """[T, in_width] -> [T, out_width], in the input's dtype."""
+    def forward(self, x_TI: Tensor | Normed, ready: Ready | None = None) -> Tensor:
+        """[T, in_width] -> [T, out_width], in the input's dtype. `ready`: the input quantised, if that was done."""
         if isinstance(x_TI, Normed):
             return x_TI.project(self.weight, self.weight_scale_inv)[0]
-        return linear(x_TI, self.weight, self.weight_scale_inv)
+        return linear(x_TI, self.weight, self.weight_scale_inv, ready=ready)
 
     def beside(self, x_TI: Tensor | Normed, other: Linear) -> tuple[Tensor, Tensor]:
         """What this projection and another, plain one make of one input."""

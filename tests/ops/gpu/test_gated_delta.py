@@ -118,7 +118,7 @@ def test_a_graph_of_a_step_follows_the_layout(length: int) -> None:
     layout.memo.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = gated_delta_net(**arguments)
+        out, _ = gated_delta_net(**arguments)
     layout.read_slot.copy_(real.read_slot)
     layout.write_slot.copy_(real.write_slot)
     graph.replay()
@@ -133,7 +133,7 @@ def test_a_prompt_waits_for_nothing() -> None:
         warnings.simplefilter("ignore")  # that the mode is a prototype
         try:
             torch.cuda.set_sync_debug_mode("error")
-            out = gated_delta_net(**arguments)
+            out, _ = gated_delta_net(**arguments)
         finally:
             torch.cuda.set_sync_debug_mode(mode)
     check(net, out, before, 1e-2, 1e-2)

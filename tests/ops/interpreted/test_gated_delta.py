@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltaserve.ops.gated_delta import triton_step
+from deltaserve.ops.gated_delta import api, triton_step
+from deltaserve.ops.linear.triton_fp8 import quantize_rows
 from tests.ops.gated_delta_nets import Net, Rows, Shape, check, chunk_rows, relative, step_rows
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -88,6 +89,21 @@ def test_steps_and_chunks_side_by_side() -> None:
         [*steps.write, *moved[1:]],
     )
     run_and_check(Shape(2, 2), rows)
+
+
+@pytest.mark.parametrize(("length", "v_dim", "dtype"), [(1, 128, F32), (2, 128, torch.float16), (1, 256, F32)])
+def test_steps_that_quantise(length: int, v_dim: int, dtype: torch.dtype) -> None:
+    """What they leave quantised is what quantising their outputs gives, bit for bit."""
+    net = Net.random(Shape(1, 2, 16, v_dim), step_rows(3, length, fresh=[1]), dtype, F32)
+    out, ready = api._by_kernels(**net.arguments(), quantizes=True)
+    assert ready is not None
+    for found, expected in zip(ready, quantize_rows(out.flatten(1)), strict=True):
+        assert found.stride() == expected.stride()
+        assert torch.equal(found[: len(out)].float(), expected[: len(out)].float())
+    for rows, width in ((chunk_rows([3], [0]), 128), (step_rows(2, 1), 96)):
+        assert (
+            api._by_kernels(**Net.random(Shape(1, 2, 16, width), rows, F32, F32).arguments(), quantizes=True)[1] is None
+        )
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 2, 9]], ids=str)

@@ -14,6 +14,7 @@ from deltaserve.ops.conv.api import causal_conv
 from deltaserve.ops.gated_delta import reference
 from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.layout import Layout
+from deltaserve.ops.linear.api import Ready
 from deltaserve.ops.norm.api import gated_rms_norm
 
 
@@ -30,7 +31,8 @@ def gated_delta_net(
     conv_pool_SWC: Tensor,
     state_pool_SVKD: Tensor,
     layout: Layout,
-) -> Tensor:
+    quantizes: bool = False,
+) -> tuple[Tensor, Ready | None]:
     """`gated_rms_norm(gated_delta(causal_conv(mixed)), z)`, which it is on a CPU, in as few launches as a GPU needs.
 
     Name          Shape            Dtype       Meaning
@@ -43,7 +45,9 @@ def gated_delta_net(
     norm_weight   [V]              any float
     conv_pool     [S, W - 1, C]    as mixed    windows: see `causal_conv`
     state_pool    [S, Hv, K, V]    any float   states: see `gated_delta`
+    quantizes     -                -           a product with a quantised weight follows
     returns       [T, Hv, V]       as mixed
+                  [T, Hv * V]      -           the same quantised, where that was made
 
     mixed, z, b and a may be views with a row stride: parts of one projection's output. Intermediate results are rounded
     to mixed's dtype after the convolution and before the norm.
@@ -55,7 +59,7 @@ def gated_delta_net(
     if has_kernels(mixed_TC) and conv_weight_CW.shape[1] == 4:
         return _by_kernels(
             *(mixed_TC, z_TX, b_TV, a_TV, conv_weight_CW, A_log_V, dt_bias_V, norm_weight_D),
-            *(eps, conv_pool_SWC, state_pool_SVKD, layout),
+            *(eps, conv_pool_SWC, state_pool_SVKD, layout, quantizes),
         )
     keys = (mixed_TC.shape[1] - v_heads * v_dim) // 2
     mixed_TC = causal_conv(mixed_TC, conv_weight_CW, conv_pool_SWC, layout)
@@ -63,7 +67,7 @@ def gated_delta_net(
     q_THK, k_THK = (part.view(part.shape[0], -1, k_dim) for part in (q, k))
     v_TVD, z_TVD = (part.view(part.shape[0], v_heads, v_dim) for part in (v, z_TX))
     o_TVD = gated_delta(q_THK, k_THK, v_TVD, a_TV, b_TV, A_log_V, dt_bias_V, state_pool_SVKD, layout)
-    return gated_rms_norm(o_TVD, z_TVD, norm_weight_D, eps)
+    return gated_rms_norm(o_TVD, z_TVD, norm_weight_D, eps), None
 
 
 def _by_kernels(
@@ -79,13 +83,16 @@ def _by_kernels(
     conv_pool_SWC: Tensor,
     state_pool_SVKD: Tensor,
     layout: Layout,
-) -> Tensor:
-    """A step segment in one launch; a chunk segment in five: windows, convolution, chunks, states, norm.
+    quantizes: bool = False,
+) -> tuple[Tensor, Ready | None]:
+    """A step segment in one launch, in which its outputs are quantised where there is no other segment; a chunk segment
+    in five: windows, convolution, chunks, states, norm.
 
     Only bf16 and fp16 are worth the chunks: rows of fp32 take the launch of a step, token by token.
     """
     from deltaserve.ops.conv import triton_conv
     from deltaserve.ops.gated_delta import triton_chunk, triton_step
+    from deltaserve.ops.linear.triton_fp8 import new_quantized
 
     v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
     (tokens, channels), values = mixed_TC.shape, v_heads * v_dim
@@ -98,12 +105,15 @@ def _by_kernels(
     assert all(part.stride(1) == 1 for part in (mixed_TC, z_TX, b_TV, a_TV)), "gated delta net: rows have gaps"
     z_TVD = z_TX.view(tokens, v_heads, v_dim)
     out_TVD = torch.empty(tokens, v_heads, v_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
+    ready = None
+    if quantizes and len(layout.segments) == 1 and layout.segments[0].is_step and triton_step.can_quantize(v_dim):
+        ready = new_quantized(tokens, values, mixed_TC.device)
     has_chunks = mixed_TC.dtype != torch.float32 or not mixed_TC.is_cuda
     for segment in layout.segments:
         if segment.is_step or not has_chunks:
             triton_step.step(
                 *(mixed_TC, z_TVD, b_TV, a_TV, conv_weight_CW, A_log_V, dt_bias_V, norm_weight_D),
-                *(eps, conv_pool_SWC, state_pool_SVKD, layout, segment, out_TVD),
+                *(eps, conv_pool_SWC, state_pool_SVKD, layout, segment, out_TVD, ready),
             )
             continue
         heads = (k_heads, k_dim, v_dim)
@@ -111,9 +121,9 @@ def _by_kernels(
         o_TVD = triton_chunk.chunk(convolved_TC, b_TV, a_TV, A_log_V, dt_bias_V, state_pool_SVKD, layout, segment)
         o_TVD = gated_rms_norm(o_TVD, segment.cut(z_TVD), norm_weight_D, eps)
         if len(layout.segments) == 1:
-            return o_TVD
+            return o_TVD, None
         segment.cut(out_TVD).copy_(o_TVD)
-    return out_TVD
+    return out_TVD, ready
 
 
 def gated_delta(

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from deltaserve.ops.layout import Layout, Segment
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
+from deltaserve.ops.linear.triton_fp8 import fp8_way, quantize, stored
 
 TAPS = 4
 """Of the convolution; its window is in registers by name."""
@@ -86,7 +87,7 @@ def _add_three(a0, a1, a2, b0, b1, b2):
 
 
 @triton.jit(
-    do_not_specialize=["token_start", "row_start", "length"],
+    do_not_specialize=["token_start", "row_start", "length", "q_stride"],
     do_not_specialize_on_alignment=["read_slot", "write_slot", "cu_seqlens"],
 )
 def step_kernel(
@@ -105,6 +106,8 @@ def step_kernel(
     cu_seqlens,
     arrivals,
     out,
+    q_out,
+    q_scale,
     token_start,
     row_start,
     length,
@@ -112,6 +115,7 @@ def step_kernel(
     z_stride,
     b_stride,
     a_stride,
+    q_stride,
     eps: tl.constexpr,
     KH: tl.constexpr,
     VH: tl.constexpr,
@@ -123,10 +127,12 @@ def step_kernel(
     SV: tl.constexpr,
     ONE: tl.constexpr,
     RAGGED: tl.constexpr,
+    FP8: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Grid [value heads, rows]: the value heads of a key head are neighbours. Tokens of a row: ONE, or what cu_seqlens
-    says if RAGGED, or `length`."""
+    says if RAGGED, or `length`. FP8: whether, and how, outputs are stored quantised as well: V is then 128 times a
+    power of two, and scales are [blocks, q_stride]."""
     let_next_start(EARLY)
     C: tl.constexpr = 2 * KH * K + VH * V
     GROUP: tl.constexpr = VH // KH
@@ -233,7 +239,14 @@ def step_kernel(
         o = o.to(v3.dtype).to(tl.float32)
         mean = tl.sum(tl.sum(o * o, 1), 0) / V
         scaled = o * tl.rsqrt(mean + eps) * gain * silu(gate.to(tl.float32))
-        tl.store(out + (token * VH + head) * V + v_index, scaled.to(out.dtype.element_ty), mask=in_v)
+        rounded = scaled.to(out.dtype.element_ty)
+        tl.store(out + (token * VH + head) * V + v_index, rounded, mask=in_v)
+        if FP8 != 0:
+            q, q_scales = quantize(tl.reshape(rounded.to(tl.float32), (BV // 128, 128)), FP8)
+            at = q_out + (token * VH + head) * V + tl.arange(0, BV)
+            tl.store(at, stored(tl.reshape(q, (BV,)), FP8))
+            block = head * (V // 128) + tl.arange(0, BV // 128)
+            tl.store(q_scale + block.to(tl.int64) * q_stride + token, q_scales)
         q0, q1, q2 = q1, q2, q3
         k0, k1, k2 = k1, k2, k3
         v0, v1, v2 = v1, v2, v3
@@ -303,6 +316,11 @@ def tile(k_dim: int, v_dim: int, state_bytes: int) -> dict[str, Any]:
     }
 
 
+def can_quantize(v_dim: int) -> bool:
+    """Whether a head's outputs are whole blocks of 128, and all of a program's numbers."""
+    return v_dim % 128 == 0 and v_dim & (v_dim - 1) == 0
+
+
 def step(
     mixed_TC: Tensor,
     z_TVD: Tensor,
@@ -318,15 +336,18 @@ def step(
     layout: Layout,
     segment: Segment,
     out_TVD: Tensor,
+    ready: tuple[Tensor, Tensor] | None = None,
     **config: Any,
 ) -> None:
-    """The facade's arguments, a segment of either kind, and where the outputs go: fills its tokens of `out`.
+    """The facade's arguments, a segment of either kind, and where the outputs go: fills its tokens of `out`, and of
+    `ready`, made by `new_quantized` for [T, Hv * V] where `can_quantize(V)`.
 
     mixed, z, b and a may be views with a row stride; out is contiguous. `config` replaces entries of `tile`.
     """
     v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
     k_heads = (mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim)
     options = {**tile(k_dim, v_dim, state_pool_SVKD.element_size()), **config}
+    (q_out, way), q_scale = (out_TVD, 0) if ready is None else fp8_way(*ready), out_TVD if ready is None else ready[1]
     step_kernel[(v_heads, segment.row_end - segment.row_start)](
         mixed_TC,
         z_TVD,
@@ -343,6 +364,8 @@ def step(
         segment.cu_seqlens,
         layout.once(arrivals, segment, k_heads),
         out_TVD,
+        q_out,
+        q_scale,
         segment.token_start,
         segment.row_start,
         segment.max_len,
@@ -350,6 +373,7 @@ def step(
         z_TVD.stride(0),
         b_TV.stride(0),
         a_TV.stride(0),
+        q_scale.stride(1),
         eps=eps,
         KH=k_heads,
         VH=v_heads,
@@ -357,6 +381,7 @@ def step(
         V=v_dim,
         ONE=segment.max_len == 1,
         RAGGED=not segment.is_step and segment.max_len > 1,
+        FP8=way,
         **options,
         # Of several tokens, what is read before the wait does not fit the registers.
         **early_options(mixed_TC.device, None if segment.max_len == 1 else False),
