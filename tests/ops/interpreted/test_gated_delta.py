@@ -101,9 +101,8 @@ def test_steps_that_quantise(length: int, v_dim: int, dtype: torch.dtype) -> Non
         assert found.stride() == expected.stride()
         assert torch.equal(found[: len(out)].float(), expected[: len(out)].float())
     for rows, width in ((chunk_rows([3], [0]), 128), (step_rows(2, 1), 96)):
-        assert (
-            api._by_kernels(**Net.random(Shape(1, 2, 16, width), rows, F32, F32).arguments(), quantizes=True)[1] is None
-        )
+        other = Net.random(Shape(1, 2, 16, width), rows, F32, F32)
+        assert api._by_kernels(**other.arguments(), quantizes=True)[1] is None
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 2, 9]], ids=str)
