@@ -33,7 +33,7 @@ def distracted(rng: random.Random, question: str, share: float = 0.10) -> str:
     cast = Cast(rng)
     cast.set("k", str(rng.randint(3, 40)))
     cast.set("h", str(rng.randint(2, 11)))
-    extra = sentences(expand(rng.choice(DISTRACTIONS), rng, cast))
+    extra = re.sub(r"\ba (?=[aeiou])", "an ", sentences(expand(rng.choice(DISTRACTIONS), rng, cast)))
     parts = re.split(r"(?<=[.!]) (?=[A-Z0-9])", question)
     parts.insert(rng.randrange(len(parts)), extra)
     return " ".join(parts)
