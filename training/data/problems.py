@@ -23,7 +23,6 @@ OF_EVERYDAY = ("change", "groups", "share", "compare", "money", "rates", "misc",
 OF_HOME = ("a_kitchen", "a_shopping", "a_school", "a_animals", "a_sports", "a_travel", "a_home", "a_brief")
 OF_WORK = ("b_take", "b_add", "b_times", "b_divide", "b_compare", "b_steps", "b_wide", "b_long")
 FILES = (*OF_EVERYDAY, *OF_HOME, *OF_WORK)
-FILES = (*OF_EVERYDAY, *OF_HOME, *OF_WORK)
 CURRENCIES = [("$", "dollars")] * 5 + [("", "dollars"), ("", "euros"), ("", "euros"), ("", "pounds"), ("", "cents")]
 PHRASES = {
     "+": "Adding {0} gives {1} {2}.",
