@@ -9,6 +9,7 @@ import pytest
 from training.data import corpus, heldout, problems
 from training.data.chain import chain
 from training.data.chat import ANSWER_WEIGHT
+from training.data.distraction import distracted
 from training.data.problems import (
     Problem,
     Template,
@@ -27,7 +28,7 @@ SPOKEN = {2: "twice double half", 3: "triple third", 4: "quarter", 5: "fifth", 6
 REMAINDERS = ("leftover", "boxes_full", "boxes_rest")
 """Their steps use the quotient and the remainder, which nobody tells."""
 # The documents of seed 7 begin like this; a change here is a new corpus, which the shipped weights have not seen.
-DIGEST = "f795a799563676e8"
+DIGEST = "40bb27a6be862768"
 
 
 def digest(seed: int, documents: int) -> str:
@@ -116,6 +117,11 @@ def test_thinking_repeats_what_is_asked() -> None:
 def test_articles_and_multiples() -> None:
     assert tidy("a 8-page book, a 18-page one, a 80-page one") == "An 8-page book, an 18-page one, an 80-page one?"
     assert tidy("a 180-page book and a uncle, double as old.") == "A 180-page book and an uncle, twice as old."
+
+
+def test_sentences_that_do_not_matter_have_articles() -> None:
+    rng = random.Random(0)
+    assert not [text for text in (distracted(rng, "1.", 1.0) for _ in range(2000)) if re.search(r"\ba [aeio]", text)]
 
 
 def test_training_holds_out_numbers_and_structures() -> None:

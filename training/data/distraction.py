@@ -4,7 +4,7 @@ import random
 import re
 
 from training.data.cast import Cast
-from training.data.grammar import expand, sentences
+from training.data.grammar import articles, expand, sentences
 
 DISTRACTIONS = [
     "it is {a sunny|a rainy|a cold|a busy|a quiet|an ordinary} day.",
@@ -33,7 +33,7 @@ def distracted(rng: random.Random, question: str, share: float = 0.10) -> str:
     cast = Cast(rng)
     cast.set("k", str(rng.randint(3, 40)))
     cast.set("h", str(rng.randint(2, 11)))
-    extra = re.sub(r"\ba (?=[aeiou])", "an ", sentences(expand(rng.choice(DISTRACTIONS), rng, cast)))
+    extra = articles(sentences(expand(rng.choice(DISTRACTIONS), rng, cast)))
     parts = re.split(r"(?<=[.!]) (?=[A-Z0-9])", question)
     parts.insert(rng.randrange(len(parts)), extra)
     return " ".join(parts)

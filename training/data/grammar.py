@@ -85,6 +85,11 @@ def fill(text: str, rng: random.Random, values: Mapping[str, object]) -> str:
     return expand(text, rng, lambda name: str(values[name]))
 
 
+def articles(text: str) -> str:
+    """Writes *an* for *a* before a vowel, also that of a number: an uncle, an 8-page book."""
+    return re.sub(r"\b([aA]) (?=[aeiouAEIOU]|hour|8|1[18]\b)(?!one|uni|use)", r"\1n ", text)
+
+
 def sentences(text: str) -> str:
     """Puts a capital at the start of every sentence and removes doubled spaces."""
     text = text.replace("  ", " ").replace("  ", " ")

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from training.data.cast import Cast, conjugate, table, words
 from training.data.distraction import distracted
-from training.data.grammar import expand, sentences
+from training.data.grammar import articles, expand, sentences
 from training.data.sums import FRACTIONS, OutOfRangeError, Step, in_words
 
 HERE = Path(__file__).parent / "problems"
 OF_EVERYDAY = ("change", "groups", "share", "compare", "money", "rates", "misc", "wide", "more")
-OF_HOME = ("a_kitchen", "a_shopping", "a_school", "a_animals", "a_sports", "a_travel", "a_home", "a_brief")
+OF_HOME = ("a_kitchen", "a_shopping", "a_school", "a_animals", "a_sports", "a_travel", "a_home", "a_brief", "a_mixed")
 OF_WORK = ("b_take", "b_add", "b_times", "b_divide", "b_compare", "b_steps", "b_wide", "b_long")
 FILES = (*OF_EVERYDAY, *OF_HOME, *OF_WORK)
 CURRENCIES = [("$", "dollars")] * 5 + [("", "dollars"), ("", "euros"), ("", "euros"), ("", "pounds"), ("", "cents")]
@@ -209,7 +209,7 @@ def tidy(text: str) -> str:
     """Capitals at the start of sentences, articles before vowels, no space before marks, a mark at the end."""
     text = text.replace("double as ", "twice as ").replace("triple as ", "three times as ")
     text = sentences(text).replace("??", "?").replace(" .", ".").replace(" ,", ",").replace(" ?", "?")
-    text = re.sub(r"\b([aA]) (?=[aeiouAEIOU]|hour|8|1[18]\b)(?!one|uni|use)", r"\1n ", text)
+    text = articles(text)
     return text if text[-1] in ".?!" else text + "?"
 
 

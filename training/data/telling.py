@@ -18,7 +18,7 @@ from training.data.problems import WORDY, Problem, Sheet, Template, Work, compil
 from training.data.sums import OutOfRangeError, in_words
 
 HERE = Path(__file__).parent / "told"
-FILES = ("stock", "groups", "compare", "money", "time", "many", "daily", "b_jobs")
+FILES = ("stock", "groups", "compare", "money", "time", "many", "daily", "a_days", "b_jobs")
 PAST = 0.65
 FIRST = [
     "yesterday ", "on {day} ", "last week ", "this morning ", "one day ", "last year ", "in {month} ", "last summer ",
@@ -186,6 +186,10 @@ class Teller:
                 out += rng.choice(joints) + self.say(raw)
         return out
 
+    def opening(self) -> str:
+        """All facts but the last as sentences; said once, for what has been said is named differently after."""
+        return self.story(self.facts[:-1]) + ". " if len(self.facts) > 1 else ""
+
     def condition(self, facts: list[str]) -> str:
         """The facts in one sentence."""
         return " and ".join(self.say(raw) for raw in facts)
@@ -208,16 +212,15 @@ class Teller:
             return f"{direct(self.say(self.question))} if {self.condition(facts)}?"
         if x < 0.12:
             return f"{self.ask()} {self.story(facts)}."
-        opening = self.story(facts[:-1]) + ". " if many > 1 else ""
         if x < 0.22:
-            return f"{opening}if {self.say(facts[-1])}, {direct(self.say(self.question))}?"
+            return f"{self.opening()}if {self.say(facts[-1])}, {direct(self.say(self.question))}?"
         if x < 0.27 and many > 1:
-            return (
-                f"{opening}{direct(self.say(self.question))} {rng.choice(['if', 'when', 'if'])} {self.say(facts[-1])}?"
-            )
+            before = self.opening()
+            asked, word = direct(self.say(self.question)), rng.choice(["if", "when", "if"])
+            return f"{before}{asked} {word} {self.say(facts[-1])}?"
         if x < 0.30 and self.ordered and many > 1 and EVENT.search(facts[-1]):
             word = rng.choice(["after", "when", "once"])
-            return f"{opening}{word} {self.say(facts[-1])}, {direct(self.say(self.question))}?"
+            return f"{self.opening()}{word} {self.say(facts[-1])}, {direct(self.say(self.question))}?"
         story = self.story(facts)
         if x < 0.34:
             return f"{story}{rng.choice([', so ', '. so ', ' - ', ', and ', ': '])}{direct(self.say(self.question))}?"
