@@ -34,7 +34,7 @@ class Case:
     """Which matrix rate the operations are held against."""
 
 
-MODULES = ("linear", "moe", "gated_delta", "attention", "norm", "sampling", "chain")
+MODULES = ("linear", "moe", "gated_delta", "replay", "attention", "norm", "sampling", "chain")
 
 
 def seconds_of(case: Case) -> float:
