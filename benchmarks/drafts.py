@@ -4,10 +4,11 @@ floor, and tokens a second where drafts count as right with given probabilities.
     python -m benchmarks.drafts --preset qwen3-next-80b-a3b-fp8 --batches 1,8,32,128 --acceptance 0.9,0.8,0.6 \\
         --plain 2,3,4,16 --reuse 20000 --json FOLDER
 
-One engine for all. A row of the table is the mean of `--steps` steps of requests that all extend, behind prompts of
-`--prompt` tokens; all numbers of drafts are timed on the same requests, one behind the other. `k` is a number of drafts,
-or `auto` where the scheduler chooses. `--plain` adds plain steps of so many rows: those of rows x (1 + k) show what the
-tokens of a step with drafts cost without them. `--reuse` adds what is told in `benchmarks.reuse`.
+One engine for all. A row of the table is the mean of at least `--steps` steps of requests that all extend, behind
+prompts of `--prompt` tokens; all numbers of drafts are timed on the same requests, one behind the other. `k` is a
+number of drafts, or `auto` where the scheduler chooses. `--plain` adds plain steps of so many rows: those of rows x
+(1 + k) show what the tokens of a step with drafts cost without them. `--reuse` adds what is told in
+`benchmarks.reuse`.
 
 Column          Meaning
 floor_ms        distinct experts of all tokens, other weights once, states read once and written 1 + k times; the MTP
@@ -25,6 +26,7 @@ import argparse
 import random
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +99,7 @@ class Timeline:
             self.mark()
 
         runner.launch = launched  # type: ignore[method-assign]
-        runner.graphs._feed.send = fed  # type: ignore[method-assign]
+        runner.graphs._feed.send = fed  # type: ignore[method-assign, assignment]
         if runner.guesser is not None:
             propose = runner.guesser.propose
 
@@ -105,7 +107,7 @@ class Timeline:
                 self.mark()
                 propose(*args)
 
-            runner.guesser.propose = proposed  # type: ignore[method-assign]
+            runner.guesser.propose = proposed  # type: ignore[method-assign, assignment]
 
     def mark(self) -> None:
         if self.is_on and self.steps:
@@ -118,7 +120,7 @@ class Timeline:
         steps, self.steps = [step for step in self.steps if len(step) > 1], []
         if len(steps) < 2:
             return {"gap_ms": None, "verify_ms": None, "draft_ms": None}
-        gaps = [a[-1].elapsed_time(b[0]) for a, b in zip(steps, steps[1:], strict=False)]
+        gaps = [a[-1].elapsed_time(b[0]) for a, b in pairwise(steps)]
         verify = [step[0].elapsed_time(step[1]) for step in steps]
         draft = [step[1].elapsed_time(step[-1]) for step in steps]
         names = ("gap_ms", "verify_ms", "draft_ms")

@@ -3,8 +3,8 @@ whole past with each. In one process; `deltaserve bench multi-turn` asks a serve
 
     python -m benchmarks.reuse --preset qwen3-next-80b-a3b-fp8 --tokens 20000 --json FOLDER
 
-A turn should compute what is new and at most the block of 64 that the past ended in: `excess` is what it computed beyond
-what is new.
+A turn should compute what is new and at most the block of 64 that the past ended in: `excess` is what it computed
+beyond what is new.
 """
 
 from __future__ import annotations

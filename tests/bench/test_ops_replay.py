@@ -1,4 +1,4 @@
-"""Both ways to verify drafts compute the same, so that their times can be compared."""
+"""Both ways to compute guessed tokens say the same, so that their times can be compared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def inputs(tokens: int) -> list[Tensor]:
 def run(parts: list[Tensor], pool: Tensor, layout: Layout) -> Tensor:
     q, k, v, a, b = (part.flatten(0, 1) for part in parts)
     heads = torch.zeros(HEADS, dtype=torch.float64)
-    return gated_delta(q, k, v, a, b, heads, heads, pool, layout).unflatten(0, (ROWS, -1))
+    return gated_delta(q, k, v, a, b, heads, heads, pool, layout).view(ROWS, -1, HEADS, WIDTH)
 
 
 @pytest.mark.parametrize(("again", "length"), [(1, 2), (2, 2), (1, 4), (3, 4), (4, 4)])
@@ -52,7 +52,7 @@ def test_a_replayed_step_says_what_a_kept_state_says(again: int, length: int) ->
 def test_replaying_moves_fewer_bytes() -> None:
     found = {case.name: case.num_bytes for case in cases()}
     for length in (2, 4):
-        names = [f"gdn verify B=128 L={length} {way}" for way in ("replays 1", f"replays {length}", "keeps all")]
+        names = [f"gdn guesses B=128 L={length} {way}" for way in ("replays 1", f"replays {length}", "keeps all")]
         least, more, most = (found.pop(name) for name in names)
         assert least < more < most
     assert not found

@@ -1,9 +1,10 @@
-"""Two ways to verify drafts in the gated delta net, at the 80B model's shapes: keep the state after each token that may
-become the last true one, or keep one state and the inputs of the tokens behind it, which the next step computes again.
+"""Two ways to compute tokens that may turn out wrong in the gated delta net, at the 80B model's shapes: keep the state
+after each token that may become the last true one, or keep one state and the inputs of the tokens behind it, which the
+next step computes again.
 
 The engine does the first. The second moves fewer bytes where rows are many, and computes up to twice as many tokens: a
-row begins with those of the step before that were accepted, keeps the state after the last of them, and goes on with
-its own. It is timed with the kernel that there is, given longer rows.
+row begins with those of the step before that became the truth, keeps the state after the last of them, and goes on
+with its own. It is timed with the kernel that there is, given longer rows.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def moved(rows: int, states: int, tokens: int) -> float:
 
 
 def cases() -> list[Case]:
-    """At 128 rows. Replayed are as many tokens as a step can accept, and one, the fewest."""
+    """At 128 rows. Replayed are as many tokens as a step can gain, and one, the fewest."""
     rows, found = 128, []
     for length in (2, 4):
-        name = f"gdn verify B={rows} L={length}"
+        name = f"gdn guesses B={rows} L={length}"
         call = partial(calls, partial(keeping_all, rows, length), rows * length)
         found.append(Case(f"{name} keeps all", call, moved(rows, 1 + length, length)))
         for again in (1, length):
