@@ -30,22 +30,22 @@ def signature_of(way: int, ready: bool, out: str, **others: str) -> dict[str, st
     return inputs | inside | tables | weights | others
 
 
-def compile_groups(target: str, tiles: Tiles, way: int) -> tuple[Resources, Resources]:
+def compile_groups(target: str, tiles: Tiles, way: int, direct: int = 0) -> tuple[Resources, Resources]:
     ready = tiles.ready and way > 0
     constants = SHAPE | {"BM": tiles.pairs, "BK": 128 if way else 64, "FP8": way, "READY": ready}
-    constants |= {"EARLY": target == "sm_90"}
+    constants |= {"EARLY": target == "sm_90", "DIRECT": direct, "K": 11}
     gate_up = compile_for(
         TARGETS[target],
         triton_groups.gate_up_kernel,
-        signature_of(way, ready, "*fp32", stride="i32"),
-        constants | {"K": 11, "BI": tiles.inner, "BK": tiles.step if ready else constants["BK"], "TYPE": tl.bfloat16},
+        signature_of(way, ready, "*fp32", stride="i32", pairs="i32"),
+        constants | {"BI": tiles.inner, "BK": tiles.step if ready else constants["BK"], "TYPE": tl.bfloat16},
         tiles.warps,
         tiles.stages,
     )
     down = compile_for(
         TARGETS[target],
         triton_groups.down_kernel,
-        signature_of(way, ready, "*bf16" if ready else "*fp32"),
+        signature_of(way, ready, "*bf16" if ready else "*fp32", pairs="i32"),
         constants | {"BO": tiles.outputs},
         tiles.down_warps or tiles.warps,
         tiles.down_stages or tiles.stages,
@@ -56,9 +56,9 @@ def compile_groups(target: str, tiles: Tiles, way: int) -> tuple[Resources, Reso
 @pytest.mark.parametrize("quantized", [True, False])
 @pytest.mark.parametrize("target", TARGETS)
 def test_groups(target: str, quantized: bool) -> None:
-    for tokens in (32, 512, 8192):
+    for tokens in (8, 32, 512, 8192):
         tiles = choose_tiles(11 * tokens, 513, quantized, SHARED[target])
-        for found in compile_groups(target, tiles, WAYS[target] if quantized else 0):
+        for found in compile_groups(target, tiles, WAYS[target] if quantized else 0, 16 if tokens == 8 else 0):
             full = target == "sm_90" and tiles.pairs == 64  # two programs of 4 warps share all registers
             assert found.spilled <= (128 if full else 0), tiles
             assert found.shared <= SHARED[target], tiles

@@ -145,6 +145,22 @@ def test_groups(tokens: int, width: int, inner: int, tiles: Tiles, dtype: torch.
     assert relative(output, expected_of(x, weights, chosen, ids)) < limit
 
 
+@pytest.mark.parametrize("tokens", [3, 16])
+def test_tiles_that_are_found_among_the_ids(tokens: int) -> None:
+    """They give what gathered ones give, bit for bit; most pairs share an expert here."""
+    (w13, w2, s13, s2), tiles = weights_of(4, 128, 128, None), Tiles(16, 128, 128, ready=True)
+    chosen, ids, count = triton_route.route(torch.randn(tokens, 4), 2, True, True)
+    x, found = torch.randn(tokens, 128), []
+    for tables in (triton_members.same(ids, count), (*triton_members.group(ids, count, 4, 16, True), count)):
+        with guarded():
+            h, h_scale = triton_groups.gate_up(x, w13, s13, tables, ids.numel(), tiles)
+            y = triton_groups.down(h, h_scale, w2, s2, chosen, tables, tiles, torch.float32)
+        assert h_scale is not None
+        found.append((h.float(), h_scale, y))
+    for direct, gathered in zip(*found, strict=True):
+        assert torch.equal(direct, gathered)
+
+
 @pytest.mark.parametrize(
     ("tokens", "shared"), [(0, True), (1, False), (2, True), (9, True), (63, False), (64, True), (65, False)]
 )

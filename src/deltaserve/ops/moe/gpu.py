@@ -1,7 +1,7 @@
 """How a mixture of experts is computed on a GPU, by its sizes. Knows no kernel's inside.
 
-Up to MAX_TOKENS of `triton_pairs`, pair by pair (3 launches with routing); beyond, in groups of one expert (4 to 7: one
-more each for inputs that are not quantised yet, for many pairs, and for adding up).
+Up to MAX_TOKENS of `triton_pairs`, pair by pair (3 launches with routing); beyond, in groups of one expert (3 to 7: one
+more each for more than 16 tokens, for many pairs, for inputs that are not quantised yet, and for adding up).
 """
 
 from __future__ import annotations

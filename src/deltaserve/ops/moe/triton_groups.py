@@ -20,10 +20,10 @@ from deltaserve.ops.gpu import properties
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 from deltaserve.ops.linear.triton_fp8 import fp8_way, operand, quantize, quantize_rows, stored
 from deltaserve.ops.linear.triton_gemm import along_tokens, multiply, products
-from deltaserve.ops.moe.triton_members import group
+from deltaserve.ops.moe.triton_members import direct, group, same, tile_of
 
 Tables = tuple[Tensor, Tensor, Tensor]
-"""Of `group`: each tile's pairs, its expert, and how many tiles there are."""
+"""Of `group`: each tile's pairs, its expert, and how many tiles there are. Or of `same`."""
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -50,7 +50,7 @@ class Tiles:
     """Inputs that `gate_up` multiplies at once, of a quantised weight."""
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["pairs", "stride"])
 def gate_up_kernel(
     x_ptr,
     x_scale_ptr,
@@ -61,6 +61,7 @@ def gate_up_kernel(
     members_ptr,
     experts_ptr,
     count_ptr,
+    pairs,
     stride,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -71,16 +72,16 @@ def gate_up_kernel(
     FP8: tl.constexpr,
     READY: tl.constexpr,
     TYPE: tl.constexpr,
+    DIRECT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
     COLUMNS: tl.constexpr = (INNER + BI - 1) // BI
     tile, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
-    if tile >= tl.load(count_ptr):
+    is_tile, expert, pair = tile_of(members_ptr, experts_ptr, count_ptr, pairs, tile, K, BM, DIRECT)
+    if not is_tile:
         return
-    expert = tl.load(experts_ptr + tile).to(tl.int64)
-    pair = tl.load(members_ptr + tile.to(tl.int64) * BM + tl.arange(0, BM))
     kept_t = pair >= 0
     pair = tl.where(kept_t, pair, 0)
     t = pair // K
@@ -138,7 +139,7 @@ def gate_up_kernel(
         tl.store(h_ptrs, h, mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def down_kernel(
     h_ptr,
     h_scale_ptr,
@@ -149,6 +150,8 @@ def down_kernel(
     members_ptr,
     experts_ptr,
     count_ptr,
+    pairs,
+    K: tl.constexpr,
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
     BM: tl.constexpr,
@@ -156,16 +159,16 @@ def down_kernel(
     BK: tl.constexpr,
     FP8: tl.constexpr,
     READY: tl.constexpr,
+    DIRECT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
     COLUMNS: tl.constexpr = (WIDTH + BO - 1) // BO
     tile, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
-    if tile >= tl.load(count_ptr):
+    is_tile, expert, pair = tile_of(members_ptr, experts_ptr, count_ptr, pairs, tile, K, BM, DIRECT)
+    if not is_tile:
         return
-    expert = tl.load(experts_ptr + tile).to(tl.int64)
-    pair = tl.load(members_ptr + tile.to(tl.int64) * BM + tl.arange(0, BM))
     kept_t = pair >= 0
     pair = tl.where(kept_t, pair, 0)
     o = column * BO + tl.arange(0, BO)
@@ -241,6 +244,7 @@ def gate_up(
         h,
         w13 if h_scale is None else h_scale,
         *tables,
+        num_pairs,
         stride,
         K=num_pairs // x_TD.shape[0],
         WIDTH=width,
@@ -251,6 +255,7 @@ def gate_up(
         FP8=way,
         READY=ready,
         TYPE=TYPES[x_TD.dtype],
+        DIRECT=direct(tables, num_pairs // x_TD.shape[0]),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **limit(device, tiles.registers),
@@ -283,6 +288,8 @@ def down(
         weights_TK,
         y_PD,
         *tables,
+        weights_TK.numel(),
+        K=weights_TK.shape[1],
         WIDTH=width,
         INNER=inner,
         BM=tiles.pairs,
@@ -290,6 +297,7 @@ def down(
         BK=128 if way else 128 // w2.element_size(),
         FP8=way,
         READY=h_scale is not None,
+        DIRECT=direct(tables, weights_TK.shape[1]),
         num_warps=tiles.down_warps or tiles.warps,
         num_stages=tiles.down_stages or tiles.stages,
         **limit(device, tiles.down_registers),
@@ -321,12 +329,15 @@ def grouped(
     gives it -> [T, K, D] as x or fp32, for `add_up` or the next norm. `shared` as in `group`, `ready` as `quantized` in
     `gate_up`.
 
-    Variants: shapes of the weights, K, dtypes, and three classes of pairs per expert (`choose_tiles`).
+    Variants: shapes of the weights, K, dtypes, classes of pairs per expert (`choose_tiles`), and up to 16 tokens.
     """
     num_experts, pairs = w2.shape[0], ids_TK.numel()
     if tiles is None:
         tiles = choose_tiles(pairs, num_experts, w13_scale is not None, properties(x_TD.device).shared_bytes)
-    tables = *group(ids_TK, count, num_experts, tiles.pairs, shared, early), count
+    if len(ids_TK) <= tiles.pairs == 16:
+        tables = same(ids_TK, count)
+    else:
+        tables = *group(ids_TK, count, num_experts, tiles.pairs, shared, early), count
     h, h_scale = gate_up(x_TD, w13, w13_scale, tables, pairs, tiles, early, ready)
     # Few rows are kept exact; of many, the bytes count.
     dtype = x_TD.dtype if tiles.ready else torch.float32

@@ -1,9 +1,10 @@
 """Gathers the pairs of each expert into tiles, and adds up a token's outputs. Knows no weights and no scores.
 
-A pair is a token and one of its experts; token t's are the pairs t * K to t * K + K - 1. Few pairs: one launch, a
-program per expert that looks at all of them. Many: each takes a number at its expert (`count_kernel`; the last program
-to end turns the numbers given into each expert's first tile), then goes to its place (`place_kernel`): bytes move once.
-Which tile a pair is in, and where, depends on who came first and changes nothing of its result.
+A pair is a token and one of its experts; token t's are the pairs t * K to t * K + K - 1. Up to 16 tokens: whoever wants
+a tile looks for it (`tile_of`). Few pairs: one launch, a program per expert that looks at all of them. Many: each takes
+a number at its expert (`count_kernel`; the last program to end turns the numbers given into each expert's first tile),
+then goes to its place (`place_kernel`): bytes move once. Which tile a pair is in, and where, depends on who came first
+and changes nothing of its result.
 """
 
 from __future__ import annotations
@@ -20,6 +21,27 @@ from deltaserve.ops.linear.triton_early import early_options, let_next_start, wa
 FEW = 512
 """Pairs up to which one launch is faster."""
 MAX_EXPERTS = 4096
+
+
+@triton.jit
+def tile_of(members_ptr, experts_ptr, count_ptr, pairs, tile, K: tl.constexpr, BM: tl.constexpr, DIRECT: tl.constexpr):
+    """Whether there is this tile, its expert, and its pairs [BM], -1 where it has no more.
+
+    DIRECT: the power of two that holds K, where `members_ptr` is the ids of at most BM tokens. Each pair is then a tile
+    of its expert's, which has one pair of a token at most, and the first of them is the one that counts.
+    """
+    if DIRECT > 0:
+        t, place = tl.arange(0, BM)[:, None], tl.arange(0, DIRECT)[None, :]
+        number = t * K + place
+        expert = tl.load(members_ptr + tile)
+        its = tl.load(members_ptr + number, mask=(place < K) & (number < pairs), other=-1) == expert
+        pair = tl.max(tl.where(its, number, -1), 1)
+        is_tile = tl.min(tl.where(pair >= 0, pair, pairs), 0) == tile
+    else:
+        is_tile = tile < tl.load(count_ptr)
+        expert = tl.load(experts_ptr + tile)
+        pair = tl.load(members_ptr + tile.to(tl.int64) * BM + tl.arange(0, BM))
+    return is_tile, expert.to(tl.int64), pair
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -143,6 +165,17 @@ def sum_kernel(y_ptr, out_ptr, K: tl.constexpr, WIDTH: tl.constexpr, BD: tl.cons
 def _given(device: torch.device) -> Tensor:
     """Numbers given at each expert, and programs that have ended: zero between launches."""
     return torch.zeros(MAX_EXPERTS + 1, dtype=torch.int32, device=device)
+
+
+def same(ids_TK: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In place of `group`'s tables, for at most 16 tokens and tiles of 16: the ids themselves, among which each tile
+    finds its pairs. A launch less."""
+    return ids_TK.view(-1), ids_TK.view(-1), count
+
+
+def direct(tables: tuple[Tensor, Tensor, Tensor], top_k: int) -> int:
+    """`tile_of`'s DIRECT of these tables."""
+    return triton.next_power_of_2(top_k) if tables[0].dim() == 1 else 0
 
 
 def group(
