@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from deltaserve.ops.linear.triton_fp8 import quantize_rows_kernel
-from deltaserve.ops.linear.triton_gemm import Tiles, choose_tiles, gemm_kernel
+from deltaserve.ops.linear.triton_gemm import Tiles, choose_tiles, gemm_kernel, lines_of
 from deltaserve.ops.linear.triton_gemv import (
     PLAIN_BYTES,
     QUANTIZED_BYTES,
@@ -69,6 +70,7 @@ def compile_gemm(target: str, width: int, tiles: Tiles, way: int) -> Resources:
         "SPLIT": tiles.split,
         "FP8": way,
         "READY": ready,
+        "AHEAD": lines_of(tiles.split, width, 1 if way else 2) if tiles.ahead else 0,
         "EARLY": target == "sm_90",
     }
     return compile_for(TARGETS[target], gemm_kernel, signature, constants, tiles.warps, tiles.stages)
@@ -123,6 +125,18 @@ def test_gemm(target: str) -> None:
             if target == "sm_90":
                 assert "wgmma.mma_async" in found.assembly
                 assert "cp.async.cg" in found.assembly
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "width"), [(8, 12288, 2048), (32, 2048, 4096), (8, 513, 2048)])
+def test_gemm_that_brings_its_weight_near(tokens: int, outputs: int, width: int) -> None:
+    """Before it waits it asks for every line that it will read, and for none twice but in a last, short share."""
+    tiles = replace(choose_tiles(tokens, outputs, width, outputs != 513, 132, SHARED["sm_90"]), ahead=True)
+    found = compile_gemm("sm_90", width, tiles, 0 if outputs == 513 else 1)
+    before, after = found.assembly.split("griddepcontrol.wait")
+    row_bytes = width * (2 if outputs == 513 else 1) // tiles.split
+    assert before.count("prefetch.global.L2") == tiles.outputs * row_bytes // 128 // (32 * tiles.warps)
+    assert "prefetch" not in after
+    assert found.spilled == 0
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -55,11 +55,12 @@ def make_layer() -> Layer:
     )
 
 
-def run(layers: Sequence[Layer], x: Tensor, mixed: Tensor, early: bool, inside: int) -> Tensor:
-    from deltaserve.ops.linear import triton_early
+def run(layers: Sequence[Layer], x: Tensor, mixed: Tensor, early: bool, inside: int, ahead: bool) -> Tensor:
+    from deltaserve.ops.linear import triton_early, triton_gemm
 
     before = triton_early.MAX_TOKENS, gpu.NORMS_INSIDE
     triton_early.MAX_TOKENS, gpu.NORMS_INSIDE = before[0] if early else -1, {False: inside > 0, True: inside > 1}
+    triton_gemm.AHEAD = ahead
     residual = x
     for layer in layers:
         _, _, _, residual, _ = norm_linear(x, residual, layer.norm, EPS, *layer.in_proj, layer.ba)
@@ -68,10 +69,11 @@ def run(layers: Sequence[Layer], x: Tensor, mixed: Tensor, early: bool, inside: 
         (w13, w13_scale), (w2, w2_scale) = layer.w13, layer.w2
         x = sparse_moe(x, scores, w13, w2, TOP_K, True, w13_scale, w2_scale, ready, adds_up=False)
     triton_early.MAX_TOKENS, gpu.NORMS_INSIDE = before
+    triton_gemm.AHEAD = False
     return x
 
 
-def make(tokens: int, early: bool, inside: int) -> Sequence[Callable[[], object]]:
+def make(tokens: int, early: bool, inside: int, ahead: bool) -> Sequence[Callable[[], object]]:
     layers = [make_layer() for _ in range(LAYERS)]
     return [
         partial(
@@ -81,6 +83,7 @@ def make(tokens: int, early: bool, inside: int) -> Sequence[Callable[[], object]
             torch.randn(tokens, VALUES, device="cuda").bfloat16(),
             early,
             inside,
+            ahead,
         )
         for _ in range(4)
     ]
@@ -95,5 +98,8 @@ def cases() -> list[Case]:
         for early in (False, True):
             for inside in (0, 1, 2) if tokens == 1 else (0,):
                 name = f"chain {LAYERS} layers{' early' if early else ''}{INSIDE[inside]} T={tokens}"
-                found.append(Case(name, partial(make, tokens, early, inside), num_bytes))
+                found.append(Case(name, partial(make, tokens, early, inside, False), num_bytes))
+        if tokens > 1:
+            name = f"chain {LAYERS} layers early, weights ahead T={tokens}"
+            found.append(Case(name, partial(make, tokens, True, 0, True), num_bytes))
     return found

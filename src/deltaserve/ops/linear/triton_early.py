@@ -21,6 +21,7 @@ What each kernel reads before its wait, and why it may:
 |------------------|-----------------|---------------------------------------------------------------|
 | norm             | at once         | its weight                                                    |
 | gemv             | at once         | the weight, up to 4,096 wide                                  |
+| gemm             | at once         | nothing; with `ahead` it has its weight brought to the cache  |
 | gated delta step | at once         | taps, states and windows: a pass writes this layer's          |
 |                  |                 | once, here, and between passes there are unmarked launches    |
 | entry            | at once         | positions, where entries go                                   |
@@ -58,6 +59,13 @@ def wait_for_inputs(EARLY: tl.constexpr):
     """Until all kernels before this one have ended and what they wrote can be read."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def bring_near(ptrs):
+    """Asks for the lines of 128 bytes that these point into, to be in the L2 cache later. NVIDIA's instruction."""
+    to: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(to, "=r,l", [ptrs.to(tl.int64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -19,9 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaserve.ops.gpu import properties
-from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
+from deltaserve.ops.linear.triton_early import bring_near, early_options, let_next_start, wait_for_inputs
 from deltaserve.ops.linear.triton_fp8 import fp8_way, operand, quantize, quantize_rows
 
+AHEAD = False
+"""Whether up to 64 tokens' products bring their weights to the cache before their inputs are there; not yet timed."""
 MAX_TILES = 4096
 GROUP: tl.constexpr = tl.constexpr(8)
 """Tiles of tokens that are computed side by side, so that weights are found in the cache."""
@@ -38,6 +40,8 @@ class Tiles:
     stages: int = 4
     ready: bool = False
     """Whether the input is quantised by a kernel of its own if it does not come quantised."""
+    ahead: bool = False
+    """Whether a program that starts before its input is there has its weight brought to the cache meanwhile."""
 
 
 @triton.jit
@@ -124,10 +128,11 @@ def gemm_kernel(
     SPLIT: tl.constexpr,
     FP8: tl.constexpr,
     READY: tl.constexpr,
+    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """AHEAD: the power of two that holds the lines of 128 bytes of a program's row of the weight, or 0."""
     let_next_start(EARLY)
-    wait_for_inputs(EARLY)
     num_o, num_t = tl.cdiv(height, BO), tl.cdiv(tokens, BT)
     tile, split = tl.program_id(0), tl.program_id(1)
     group = tile // (GROUP * num_o)
@@ -143,6 +148,11 @@ def gemm_kernel(
     EACH: tl.constexpr = (NUM + SPLIT - 1) // SPLIT
     begin = split * EACH
     end = tl.minimum(begin + EACH, NUM)
+    if AHEAD > 0:
+        LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
+        k = tl.minimum(begin * BK + tl.arange(0, AHEAD)[None, :] * LINE, WIDTH - 1)
+        bring_near(w_ptr + tl.minimum(o, height - 1).to(tl.int64)[:, None] * WIDTH + k)
+    wait_for_inputs(EARLY)
     # Tokens are the narrow side, but not where there are as many as outputs: their scales then fill registers.
     FLIP: tl.constexpr = BT >= 64
     acc = products(
@@ -212,7 +222,7 @@ def choose_tiles(tokens: int, height: int, width: int, quantized: bool, num_sms:
         split *= 2
     if narrow == 16 and split > 1:
         stages = min(stages, 3)  # of four blocks each: more programs at a time are worth more than the last stage
-    return Tiles(outputs, narrow, split, stages=stages, ready=quantized and tokens > 16)
+    return Tiles(outputs, narrow, split, stages=stages, ready=quantized and tokens > 16, ahead=AHEAD and tokens <= 64)
 
 
 def gemm(
@@ -249,6 +259,7 @@ def gemm(
         assert num_tiles <= MAX_TILES, f"linear: {num_tiles} tiles are split, at most {MAX_TILES}"
         size = num_tiles * tiles.split * tiles.outputs * tiles.tokens
         parts, counters = torch.empty(size, dtype=torch.float32, device=device), _counters(device)
+    options = early_options(device, early, tokens)
     gemm_kernel[(num_tiles, tiles.split)](
         x_in,
         x_scale,
@@ -267,8 +278,14 @@ def gemm(
         SPLIT=tiles.split,
         FP8=way,
         READY=ready is not None,
+        AHEAD=lines_of(tiles.split, width, weight.element_size()) if tiles.ahead and options["EARLY"] else 0,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **early_options(device, early, tokens),
+        **options,
     )
     return y_TO
+
+
+def lines_of(split: int, width: int, element_size: int) -> int:
+    """The power of two that holds the lines of 128 bytes in a program's share of a row."""
+    return triton.next_power_of_2(-(-width * element_size // (128 * split)))
