@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -80,8 +80,8 @@ class Rows:
         ]
         return torch.cat(parts).flatten(1) * self.gate.double().sigmoid(), pool
 
-    def run(self, gate: bool = True) -> Tensor:
-        """By the kernels, into memory between guards: [T, H * D]."""
+    def run(self, gate: bool = True, chunk: Callable[..., None] | None = None) -> Tensor:
+        """By the kernels, into memory between guards: [T, H * D]. `chunk`: instead of the one for all GPUs."""
         from deltaserve.ops.attention import triton_chunk, triton_entry, triton_step
 
         weights = (self.q_weight, self.k_weight, EPS, self.cos_sin)
@@ -90,7 +90,7 @@ class Rows:
         memory = torch.full((q.numel() + 2 * GUARD,), torch.nan, dtype=q.dtype, device=q.device)
         out = memory[GUARD:-GUARD].view(q.shape)
         for segment in layout.segments:
-            look_back = triton_step.step if segment.is_step else triton_chunk.chunk
+            look_back = triton_step.step if segment.is_step else chunk or triton_chunk.chunk
             look_back(q, self.gate if gate else None, out, self.pool, layout, segment, self.scale)
         for whole in (memory, self.memory):
             assert bool(whole[:GUARD].isnan().all()), "written before the start"

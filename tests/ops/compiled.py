@@ -13,6 +13,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 HOPPER, AMPERE, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32), GPUTarget("hip", "gfx942", 64)
 TARGETS = {"sm_90": HOPPER, "sm_80": AMPERE, "gfx942": CDNA3}
@@ -29,6 +30,8 @@ class Resources:
     """Bytes."""
     assembly: str
     """PTX, or AMD's."""
+    cubin: bytes = b""
+    """Of NVIDIA's."""
 
 
 def compile_for(
@@ -45,7 +48,7 @@ def compile_for(
     attributes = {
         (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name, kind in whole.items() if kind[0] == "*"
     }
-    source = ASTSource(kernel, whole, dict(constants), attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, whole, dict(constants), attributes)
     found = triton.compile(
         source, target=target, options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     )
@@ -55,18 +58,22 @@ def compile_for(
         return Resources(
             _number(r"\.vgpr_count:\s+(\d+)", text), _number(r"\.vgpr_spill_count:\s+(\d+)", text), shared, text
         )
-    usage = _resource_usage(found.asm["cubin"])
-    return Resources(_number(r"REG:(\d+)", usage), _number(r"STACK:(\d+)", usage), shared, found.asm["ptx"])
+    cubin = found.asm["cubin"]
+    usage = _told("cuobjdump", "--dump-resource-usage", cubin)
+    return Resources(_number(r"REG:(\d+)", usage), _number(r"STACK:(\d+)", usage), shared, found.asm["ptx"], cubin)
 
 
-def _resource_usage(cubin: bytes) -> str:
-    dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def instructions(found: Resources) -> str:
+    """NVIDIA's machine code as text."""
+    return _told("nvdisasm", "--print-code", found.cubin)
+
+
+def _told(tool: str, flag: str, cubin: bytes) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run(
-            [dump, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
+        return subprocess.run([path, flag, file.name], check=True, capture_output=True, text=True).stdout
 
 
 def _number(pattern: str, text: str) -> int:

@@ -26,6 +26,10 @@ STEP_CONFIGS = [
 """Keys, warps, stages, units per multiprocessor."""
 CHUNK_CONFIGS = [(128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)]
 """Queries, keys, warps, stages."""
+HOPPER_CONFIGS = [(2, 0), (2, 8)]
+"""Stages, slack."""
+CHUNKS = [(0, 1024), (0, 8192), (24_576, 8192)]
+"""Tokens before the chunk and in it."""
 
 
 class Inputs:
@@ -73,6 +77,14 @@ class Inputs:
         out, layout = torch.empty_like(q), self.layout
         chosen = triton_chunk.ChunkConfig(*config)
         return lambda: triton_chunk.chunk(q, self.gate, out, self.pool, layout, layout.segments[0], SCALE, chosen)
+
+    def hopper(self, config: tuple[int, int]) -> Callable[[], None]:
+        from deltaserve.ops.attention import triton_hopper
+
+        q = self.enter()
+        out, layout = torch.empty_like(q), self.layout
+        chosen = triton_hopper.HopperConfig(*config)
+        return lambda: triton_hopper.chunk(q, self.gate, out, self.pool, layout, layout.segments[0], SCALE, chosen)
 
 
 def flops_of(starts: Sequence[int], lengths: Sequence[int]) -> float:
@@ -124,7 +136,12 @@ def cases() -> list[Case]:
             found.append(case_of(title, starts, lengths, rows, lambda x, config=config: x.step(config)))  # type: ignore[misc]
     for config in CHUNK_CONFIGS:
         name = "queries={} keys={} w{} s{}".format(*config)
-        for tokens in (1024, 8192):
-            title = f"chunk look-back {tokens} {name}"
-            found.append(case_of(title, [0], [tokens], 0, lambda x, config=config: x.chunk(config)))  # type: ignore[misc]
+        for start, tokens in CHUNKS:
+            title = f"chunk look-back {tokens} behind {start} {name}"
+            found.append(case_of(title, [start], [tokens], 0, lambda x, config=config: x.chunk(config)))  # type: ignore[misc]
+    for pair in HOPPER_CONFIGS:
+        name = "hopper stages={} slack={}".format(*pair)
+        for start, tokens in CHUNKS:
+            title = f"chunk look-back {tokens} behind {start} {name}"
+            found.append(case_of(title, [start], [tokens], 0, lambda x, config=pair: x.hopper(config)))  # type: ignore[misc]
     return found

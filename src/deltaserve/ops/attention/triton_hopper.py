@@ -1,0 +1,408 @@
+"""Attention of chunks of prompts on Hopper: what `triton_chunk` computes, by warp groups with jobs of their own.
+Written in Gluon, Triton's language of explicit layouts, which the interpreter does not run.
+
+A program takes a tile as `triton_chunk` does: 128 queries, 16 tokens of 8 heads, of one key head. Two warp groups own
+64 queries each; one warp more copies blocks of keys and values to shared memory, as far ahead as there are buffers
+(TMA: a block of 64 tokens is one box). In a turn a group starts the product of its queries with the next keys, brings
+its sums to the new maximum, starts the product of the last turn's weights with their values, and makes weights of the
+new scores while that is under way. As the groups do not wait for each other, one multiplies while the other does not.
+
+Blocks are taken from the diagonal backwards, so that the masked ones come first (and last, where first keys are
+hidden). A box is copied whole, so values that the sequence does not have are zeroed in shared memory: a weight of 0
+times NaN is not 0. Both groups write the same zeros.
+
+With `slack` above 0 a maximum moves only when it grows by more than `slack` powers of two, and where it has not moved
+for any row of a warp, its sums are not multiplied by 1. Weights are then at most 2 ** slack instead of 1; their
+relative precision is the same.
+
+Shape letters: T tokens, H query heads, G key heads, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from deltaserve.ops.layout import BLOCK, Layout, Segment
+
+ROWS = gl.constexpr(64)
+"""Queries of a warp group: the height of its matrix product."""
+LOG2_E = gl.constexpr(1.4426950408889634)
+copy_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""Its name before Triton 3.7 and since."""
+
+
+class HopperConfig(NamedTuple):
+    stages: int = 2
+    """Buffers for blocks of keys, and as many for values."""
+    slack: int = 0
+    """By how many powers of two a maximum may lag behind; 0: none."""
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """How a warp group holds the result of a product, [ROWS, columns] fp32."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def wide_layout(width):
+    """Reads and writes of whole rows of memory, 16 bytes at a time."""
+    return gl.BlockedLayout([1, 8], [32 * 8 // width, width // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _copy(desc, buffers, block, column, turn, is_there):
+    """Copies a block to the buffer of a turn, when both groups have left it."""
+    smem, ready, free = buffers
+    STAGES: gl.constexpr = smem.shape[0]
+    BYTES: gl.constexpr = smem.shape[1] * smem.shape[2] * 2
+    stage = turn % STAGES
+    mbarrier.wait(free.index(stage), ((turn // STAGES) & 1) ^ 1, pred=is_there)
+    mbarrier.expect(ready.index(stage), BYTES, pred=is_there)
+    row = gl.maximum(block, 0) * smem.shape[1]
+    copy_box(desc, [row, column], ready.index(stage), smem.index(stage), pred=is_there)
+
+
+@gluon.jit
+def _produce(k_desc, v_desc, keys, values, table_ptr, column, last, num_blocks):
+    """Copies blocks `last`, `last` - 1, ... in the order in which they are used: keys a turn before values."""
+    block = gl.load(table_ptr + last, mask=num_blocks > 0, other=0)
+    _copy(k_desc, keys, block, column, 0, num_blocks > 0)
+    next = gl.load(table_ptr + last - 1, mask=num_blocks > 1, other=0)
+    for turn in range(num_blocks):
+        _copy(k_desc, keys, next, column, turn + 1, turn + 1 < num_blocks)
+        _copy(v_desc, values, block, column, turn, True)
+        block = next
+        next = gl.load(table_ptr + last - turn - 2, mask=turn + 2 < num_blocks, other=0)
+
+
+@gluon.jit
+def _clear(values, turn, key0, span):
+    """Zeroes the values of keys that are not there."""
+    context, first_key, _ = span
+    smem, ready, _ = values
+    STAGES: gl.constexpr = smem.shape[0]
+    KEYS: gl.constexpr = smem.shape[1]
+    if (key0 + KEYS > context) | (key0 < first_key):
+        PART: gl.constexpr = 16
+        layout: gl.constexpr = wide_layout(smem.shape[2])
+        mbarrier.wait(ready.index(turn % STAGES), (turn // STAGES) & 1)
+        buffer = smem.index(turn % STAGES)
+        for part in gl.static_range(0, KEYS, PART):
+            key = key0 + part + gl.arange(0, PART, gl.SliceLayout(1, layout))
+            is_there = (key < context) & (key >= first_key)
+            x = buffer.slice(part, PART).load(layout)
+            buffer.slice(part, PART).store(gl.where(is_there[:, None], x, gl.zeros_like(x)))
+        fence_async_shared()
+
+
+@gluon.constexpr_function
+def fade_assembly(count):
+    """Multiplies `count` registers of `acc` by their factors, unless these are 1 in the whole warp. A thread has two
+    rows, whose elements alternate in pairs."""
+    lines = [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    test = [f"setp.neu.f32 p, ${2 * count}, 0f3F800000;", f"setp.neu.f32 q, ${2 * count + 2}, 0f3F800000;"]
+    vote = ["or.pred p, p, q;", "vote.sync.any.pred p, p, 0xffffffff;", "@!p bra.uni same;"]
+    return "\n".join(["{", ".reg .pred p, q;", *test, *vote, *lines, "same:", "}"])
+
+
+@gluon.constexpr_function
+def fade_constraints(count):
+    return ",".join([*["=f"] * count, *map(str, range(count)), *["f"] * count])
+
+
+@gluon.jit
+def _fade(acc, fade, SLACK: gl.constexpr):
+    """`acc` at the new maximum."""
+    factor = gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if SLACK == 0:
+        return acc * factor
+    COUNT: gl.constexpr = acc.shape[1] // 2
+    _, factor = gl.broadcast(acc, factor)
+    return gl.inline_asm_elementwise(
+        fade_assembly(COUNT), fade_constraints(COUNT), [acc, factor], gl.float32, is_pure=True, pack=COUNT
+    )
+
+
+@gluon.jit
+def _weigh(score, sums, position, key0, span, IS_MASKED: gl.constexpr, SLACK: gl.constexpr):
+    """Weights of the scores and what becomes of older weights, and the running maximum and sum with them."""
+    peak, total = sums
+    context, first_key, log_scale = span
+    if IS_MASKED:
+        key = key0 + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))
+        is_there = (key < context) & (key >= first_key)
+        seen = is_there[None, :] & (key[None, :] <= position[:, None])
+        score = gl.where(seen, score, float("-inf"))
+    new_peak = gl.maximum(peak, gl.max(score, 1) * log_scale)
+    if SLACK > 0:
+        new_peak = gl.where(new_peak - peak > SLACK, new_peak, peak)
+    base = new_peak
+    if IS_MASKED:
+        base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weight = gl.exp2(score * log_scale - base[:, None])
+    fade = gl.exp2(peak - base)
+    return weight, fade, (new_peak, total * fade + gl.sum(weight, 1))
+
+
+@gluon.jit
+def _walk(
+    q_smem, keys, values, acc, weight, fade, sums, begin, end, last, position, span,
+    IS_MASKED: gl.constexpr, SLACK: gl.constexpr,
+):  # fmt: skip
+    """Turns `begin` to `end` - 1: the scores of this turn, and the product of the last turn's weights meanwhile."""
+    k_smem, k_ready, k_free = keys
+    v_smem, v_ready, v_free = values
+    STAGES: gl.constexpr = k_smem.shape[0]
+    for turn in range(begin, end):
+        stage = turn % STAGES
+        past = (turn - 1) % STAGES
+        operand = gl.convert_layout(weight.to(q_smem.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+        if SLACK > 0:
+            acc = _fade(acc, fade, SLACK)
+        mbarrier.wait(k_ready.index(stage), (turn // STAGES) & 1)
+        score = warpgroup_mma(
+            q_smem, k_smem.index(stage).permute((1, 0)), gl.zeros_like(weight), use_acc=False, is_async=True
+        )
+        if SLACK == 0:
+            acc, fade = warpgroup_mma_wait(1, [acc, fade])  # waits for nothing, but keeps the order
+            acc = _fade(acc, fade, SLACK)
+        mbarrier.wait(v_ready.index(past), ((turn - 1) // STAGES) & 1)
+        acc = warpgroup_mma(operand, v_smem.index(past), acc, is_async=True)
+        score = warpgroup_mma_wait(1, [score])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        weight, fade, sums = _weigh(score, sums, position, (last - turn) * k_smem.shape[1], span, IS_MASKED, SLACK)
+        acc, weight, fade = warpgroup_mma_wait(0, [acc, weight, fade])
+        mbarrier.arrive(v_free.index(past), count=1)
+    return acc, weight, fade, sums
+
+
+@gluon.jit
+def _attend(
+    q_smem, keys, values, acc, sums, turns, last, position, span, HAS_FIRST_KEY: gl.constexpr, SLACK: gl.constexpr
+):
+    """All turns of a group: `acc` and the running maximum and sum at their end."""
+    num_blocks, num_late, num_full = turns
+    k_smem, k_ready, k_free = keys
+    v_smem, v_ready, _ = values
+    STAGES: gl.constexpr = k_smem.shape[0]
+    KEYS: gl.constexpr = k_smem.shape[1]
+    mbarrier.wait(k_ready.index(0), 0)
+    zero = gl.zeros([ROWS, KEYS], gl.float32, layout=product_layout(KEYS))
+    score = warpgroup_mma(q_smem, k_smem.index(0).permute((1, 0)), zero, use_acc=False)
+    mbarrier.arrive(k_free.index(0), count=1)
+    weight, fade, sums = _weigh(score, sums, position, last * KEYS, span, True, SLACK)
+    _clear(values, 0, last * KEYS, span)
+    acc, weight, fade, sums = _walk(
+        q_smem, keys, values, acc, weight, fade, sums, 1, num_late, last, position, span, True, SLACK
+    )
+    acc, weight, fade, sums = _walk(
+        q_smem, keys, values, acc, weight, fade, sums, num_late, num_full, last, position, span, False, SLACK
+    )
+    turn = num_blocks - 1
+    if HAS_FIRST_KEY:
+        acc, weight, fade, sums = _walk(
+            q_smem, keys, values, acc, weight, fade, sums, num_full, num_blocks, last, position, span, True, SLACK
+        )
+        _clear(values, turn, (last - turn) * KEYS, span)
+    acc = _fade(acc, fade, 0)
+    operand = gl.convert_layout(weight.to(q_smem.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+    mbarrier.wait(v_ready.index(turn % STAGES), (turn // STAGES) & 1)
+    return warpgroup_mma(operand, v_smem.index(turn % STAGES), acc), sums
+
+
+@gluon.jit
+def _reciprocal(x):
+    """To the last bit or so; a division would take ten instructions."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _consume(
+    q_ptr, gate_ptr, out_ptr, gate_stride, q_smem, keys, values, tile, turns, last, span,
+    HALF: gl.constexpr, NUM_Q: gl.constexpr, SHARING: gl.constexpr, BLOCK_P: gl.constexpr,
+    HAS_FIRST_KEY: gl.constexpr, HAS_GATE: gl.constexpr, SLACK: gl.constexpr,
+):  # fmt: skip
+    """One warp group: queries ROWS * HALF to ROWS * (HALF + 1) - 1 of the tile."""
+    first_token, first, length, start, group = tile
+    WIDTH: gl.constexpr = q_smem.shape[1]
+    wide: gl.constexpr = wide_layout(WIDTH)
+    scores: gl.constexpr = product_layout(keys[0].shape[1])
+    outs: gl.constexpr = product_layout(WIDTH)
+    m = ROWS * HALF + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
+    token = first + m // BLOCK_P
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, wide))
+    mask = ((token < length) & (m % BLOCK_P < SHARING))[:, None] & (column < WIDTH)[None, :]
+    at = (first_token + token).to(gl.int64)
+    head = group * SHARING + m % BLOCK_P
+    at_query = (at * NUM_Q + head)[:, None] * WIDTH + column[None, :]
+    q_smem.store(gl.load(q_ptr + at_query, mask=mask, other=0.0))
+    fence_async_shared()
+
+    position = start + (ROWS * HALF + gl.arange(0, ROWS, gl.SliceLayout(1, scores))) // BLOCK_P
+    acc = gl.zeros([ROWS, WIDTH], gl.float32, layout=outs)
+    peak = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, scores))
+    sums = (peak, gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, scores)))
+    if turns[0] > 0:
+        acc, sums = _attend(q_smem, keys, values, acc, sums, turns, last, position, span, HAS_FIRST_KEY, SLACK)
+
+    total = gl.convert_layout(sums[1], gl.SliceLayout(1, outs))[:, None]
+    divisor = total
+    if HAS_GATE:  # through shared memory, as reading it in the layout of `acc` would take many small reads
+        at_gate = (at * gate_stride + head * WIDTH)[:, None] + column[None, :]
+        q_smem.store(gl.load(gate_ptr + at_gate, mask=mask, other=0.0))
+        divisor = total * (1.0 + gl.exp2(q_smem.load(outs).to(gl.float32) * -LOG2_E))
+    out = gl.where(total == 0.0, 0.0, acc * _reciprocal(divisor))  # also where the gate of a padding row is NaN
+    q_smem.store(out.to(q_smem.dtype))
+    gl.store(out_ptr + at_query, q_smem.load(wide), mask=mask)
+
+
+@gluon.jit
+def _buffers(dtype: gl.constexpr, STAGES: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr):
+    """Memory of STAGES blocks, a barrier of each that tells that it is there, and one that both groups are done."""
+    smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, WIDTH], gl.NVMMASharedLayout(128, 16, 2))
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    return smem, ready, free
+
+
+@gluon.jit(
+    do_not_specialize=["num_rows", "table_stride", "scale"],
+    do_not_specialize_on_alignment=["cu_ptr", "table_ptr", "context_ptr", "first_key_ptr"],
+)
+def hopper_kernel(
+    k_desc,
+    v_desc,
+    q_ptr,
+    gate_ptr,
+    cu_ptr,
+    table_ptr,
+    context_ptr,
+    first_key_ptr,
+    out_ptr,
+    num_rows,
+    table_stride,
+    gate_stride,
+    scale,
+    NUM_Q: gl.constexpr,
+    WIDTH: gl.constexpr,
+    SHARING: gl.constexpr,
+    BLOCK_P: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_FIRST_KEY: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    SLACK: gl.constexpr,
+):
+    """q [T, H, D] and out the same, of the segment; cu int32 [rows + 1]; descriptors of [tokens of the pool, G * D]."""
+    TILE: gl.constexpr = 2 * ROWS // BLOCK_P
+    group = gl.program_id(0)
+    tile = gl.num_programs(1) - 1 - gl.program_id(1)
+    # The last row whose tiles start at this tile or before: between `row` and `behind` - 1.
+    row = gl.to_tensor(0)
+    behind = num_rows
+    while behind - row > 1:
+        middle = (row + behind) // 2
+        is_after = gl.load(cu_ptr + middle) // TILE + middle > tile
+        behind = gl.where(is_after, middle, behind)
+        row = gl.where(is_after, row, middle)
+    first_token = gl.load(cu_ptr + row)
+    length = gl.load(cu_ptr + row + 1) - first_token
+    first = (tile - first_token // TILE - row) * TILE
+    context = gl.load(context_ptr + row)
+    table_ptr += row.to(gl.int64) * table_stride
+
+    # Blocks `last` down to first_key // KEYS; turns before `num_late` and from `num_full` on are masked.
+    start = context - length + first
+    last = (gl.minimum(start + TILE, context) - 1) // KEYS
+    num_blocks = gl.where((first < length) & (context > 0), last + 1, 0)
+    first_key = gl.to_tensor(0)
+    if HAS_FIRST_KEY:
+        first_key = gl.load(first_key_ptr + row)
+        num_blocks = gl.maximum(num_blocks - first_key // KEYS, 0)
+    num_late = gl.minimum(gl.maximum(last + 1 - (start + 1) // KEYS, 1), num_blocks)
+    num_full = gl.maximum(num_blocks - 1, num_late) if HAS_FIRST_KEY else num_blocks
+
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q0_smem = gl.allocate_shared_memory(dtype, [ROWS, WIDTH], shared)
+    q1_smem = gl.allocate_shared_memory(dtype, [ROWS, WIDTH], shared)
+    keys = _buffers(dtype, STAGES, KEYS, WIDTH)
+    values = _buffers(dtype, STAGES, KEYS, WIDTH)
+    fence_async_shared()
+    tile = (first_token, first, length, start, group)
+    turns = (num_blocks, num_late, num_full)
+    span = (context, first_key, scale * LOG2_E)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                q_ptr, gate_ptr, out_ptr, gate_stride, q0_smem, keys, values, tile, turns, last, span,
+                0, NUM_Q, SHARING, BLOCK_P, HAS_FIRST_KEY, HAS_GATE, SLACK,
+            )),
+            (_consume, (
+                q_ptr, gate_ptr, out_ptr, gate_stride, q1_smem, keys, values, tile, turns, last, span,
+                1, NUM_Q, SHARING, BLOCK_P, HAS_FIRST_KEY, HAS_GATE, SLACK,
+            )),
+            (_produce, (k_desc, v_desc, keys, values, table_ptr, group * WIDTH, last, num_blocks)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def computes(q_THD: Tensor, kv_pool: Tensor) -> bool:
+    """Whether the kernel takes such heads: a power of two from 64 to 256 wide, 16 bits an element, as in the pool."""
+    num_kv, width = kv_pool.shape[3:]
+    fits = width in (64, 128, 256) and q_THD.shape[1] // num_kv <= 2 * ROWS.value
+    return fits and q_THD.element_size() == 2 and q_THD.dtype == kv_pool.dtype
+
+
+def chunk(
+    q_THD: Tensor,
+    gate_TX: Tensor | None,
+    out_THD: Tensor,
+    kv_pool: Tensor,
+    layout: Layout,
+    segment: Segment,
+    scale: float,
+    config: HopperConfig,
+) -> None:
+    """What `triton_chunk.chunk` does, for heads that it `computes`."""
+    num_kv, width = kv_pool.shape[3:]
+    num_q = q_THD.shape[1]
+    sharing = num_q // num_kv
+    block_p = triton.next_power_of_2(sharing)
+    assert computes(q_THD, kv_pool), (
+        f"attention: no Hopper kernel for {num_q} heads of {width} on {num_kv}, {q_THD.dtype}"
+    )
+    rows = segment.row_end - segment.row_start
+    q_THD, out_THD = segment.cut(q_THD), segment.cut(out_THD)
+    has_gate = gate_TX is not None
+    gate_TX = segment.cut(gate_TX) if gate_TX is not None else out_THD
+    table = layout.block_table[segment.row_start :]
+    context = layout.context_len[segment.row_start :]
+    first_key = context if layout.first_key is None else layout.first_key[segment.row_start :]
+    shared = gl.NVMMASharedLayout(128, 16, 2)
+    k_desc, v_desc = (TensorDescriptor.from_tensor(x.view(-1, num_kv * width), [BLOCK, width], shared) for x in kv_pool)
+    hopper_kernel[(num_kv, q_THD.shape[0] // (2 * ROWS.value // block_p) + rows)](
+        k_desc, v_desc, q_THD, gate_TX, segment.cu_seqlens, table, context, first_key, out_THD,
+        rows, table.stride(0), gate_TX.stride(0), scale,
+        NUM_Q=num_q, WIDTH=width, SHARING=sharing, BLOCK_P=block_p, KEYS=BLOCK, STAGES=config.stages,
+        HAS_FIRST_KEY=layout.first_key is not None, HAS_GATE=has_gate, SLACK=config.slack, num_warps=4,
+    )  # fmt: skip
