@@ -9,7 +9,8 @@ from training.data.sums import Step, in_words, product
 SPOKEN = {"+": "plus", "-": "minus", "*": "times", "/": "divided by"}
 
 
-def two(rng: random.Random) -> Turn:
+def two(rng: random.Random, bare: float = 0.15) -> Turn:
+    """One operation; `bare` is the probability that only the number is asked for, if it is found without working."""
     op = rng.choice("++--**/")
     if op in "+-":
         high = rng.choice([20, 100, 100, 1000, 1000, 5000])
@@ -37,13 +38,18 @@ def two(rng: random.Random) -> Turn:
     )
     working = step.working()
     think = f"I need to compute {a} {op} {b}.\n" + (working + "\n" if working else "") + step.written() + "."
-    if rng.random() < 0.15 and not (op == "*" and (min(a, b) > 12 or a > 99)):
+    if rng.random() < bare and not (op == "*" and (min(a, b) > 12 or a > 99)):
         return Turn(
             ask + rng.choice([" Answer with only the number.", " Just the number.", " Only the result, please."]),
             think,
             str(step.result),
         )
     return Turn(ask, think, step.written())
+
+
+def bare(rng: random.Random) -> Turn:
+    """One operation, mostly to be answered with the number alone, which is the hardest to learn."""
+    return two(rng, 0.9)
 
 
 def _factors(rng: random.Random) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from training.data.arithmetic import arithmetic
+from training.data.arithmetic import arithmetic, bare
 from training.data.cast import any_city, any_name, any_noun, plural, table, words
 from training.data.chat import ANSWER_WEIGHT, END_OF_TEXT, USER_WEIGHT, Message, Segment, Turn, chat, render
 from training.data.extraction import extraction
@@ -45,7 +45,8 @@ WRAPPERS = ["{q}"] * 14 + [
 SHOT_STYLES = ["Question: {q}\nAnswer:", "Question: {q}\nAnswer:", "Q: {q}\nA:", "Problem: {q}\nSolution:"]
 CONTRACTED = re.compile(r"\b([Ww]hat|[Ii]t|[Tt]hat|[Tt]here|[Ss]he|[Hh]e) is (?!that|[tT]hat)")
 SMALL: list[tuple[Callable[[random.Random], Turn], float]] = [
-    (arithmetic, 9),
+    (arithmetic, 10),
+    (bare, 6),
     (strings, 11),
     (extraction, 6),
     (smalltalk, 10),

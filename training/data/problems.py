@@ -34,7 +34,7 @@ REQUEST = re.compile(r"(Work out|Find|Calculate|Determine|Figure out|Tell me) ")
 EVENTS = ("+", "-", "x", "g", "e", "h", "d", "t")
 MAX_ANSWER = 9999
 HELD_OUT = 24
-TOLD, CHAINED = 0.38, 0.12
+TOLD, CHAINED = 0.42, 0.08
 WORDY = 0.05
 
 
@@ -173,7 +173,7 @@ def templates() -> list[Template]:
 @cache
 def weighted() -> list[Template]:
     """The templates as often as they are drawn: those with many wordings more often than others."""
-    return [t for t in templates() for _ in range(max(1, min(4, len(t.questions) // 3)))]
+    return [t for t in templates() for _ in range(max(1, min(8, len(t.questions) // 3)))]
 
 
 @cache
