@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import triton.language as tl
+from triton.experimental.gluon import language as gl
 
-from deltaserve.ops.moe import triton_groups, triton_pairs
+from deltaserve.ops.moe import triton_groups, triton_pairs, triton_roles
 from deltaserve.ops.moe.triton_groups import Tiles, choose_tiles
 from deltaserve.ops.moe.triton_members import count_kernel, group_kernel, place_kernel, sum_kernel
 from deltaserve.ops.moe.triton_route import route_kernel
@@ -68,6 +69,31 @@ def test_groups(target: str, quantized: bool) -> None:
                 assert found.registers <= (255 if full else 200)
 
 
+def test_warps_with_roles() -> None:
+    boxes = "tensordesc<fp8e4nv[{}, 128],{!r}>"
+    signature = signature_of(1, True, "*bf16")
+    gate_up = compile_for(
+        TARGETS["sm_90"],
+        triton_roles.gate_up_kernel,
+        signature | {"w_desc": boxes.format(64, triton_roles.STAGES.value)},
+        SHAPE | {"K": 11, "TYPE": gl.bfloat16, "S": 4},
+    )
+    down = compile_for(
+        TARGETS["sm_90"],
+        triton_roles.down_kernel,
+        signature | {"w_desc": boxes.format(128, triton_roles.STAGES.value)},
+        SHAPE | {"COLUMNS": 8, "S": 6},
+    )
+    for found, num_boxes in ((gate_up, 2), (down, 1)):
+        assert (found.spilled <= 128, found.shared <= SHARED["sm_90"]) == (True, True), found
+        assert found.registers == 128, "16 warps share all registers, and hand them on"
+        assert found.assembly.count("setmaxnreg.inc.sync.aligned.u32 \t160") == 2
+        assert found.assembly.count("wgmma.mma_async") == 3 * 4, "three groups, each of a block in four"
+        assert found.assembly.count("wgmma.wait_group") == 3
+        assert found.assembly.count("cp.async.bulk.tensor.2d") == num_boxes
+        assert found.assembly.count("cp.async.cg.shared.global") == 12, "16 bytes a thread"
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_pairs(target: str) -> None:
     way = WAYS[target]
@@ -99,7 +125,7 @@ def test_routing(target: str) -> None:
     tables = dict.fromkeys(("sorted_ptr", "expert_ptr", "turn_ptr", "first_ptr", "number_ptr", "given_ptr"), "*i32")
     signature = signature_of(0, False, "*fp32", **sizes, **tables)
     early = {"EARLY": target == "sm_90"}
-    many = {"E": 513, "BM": 64, "BP": 512} | early
+    many = {"E": 513, "BM": 192, "BP": 512} | early
     route = {"E": 512, "K": 10, "EP": 512, "KP": 16, "RENORMALIZE": True, "SHARED": True} | early
     route |= {"INPUTS": 2048, "FP8": way}
     for kernel, constants, warps in (

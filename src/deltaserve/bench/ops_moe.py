@@ -146,24 +146,16 @@ EARLY_PAIRS = (
 )
 READY: Cut = {"pairs": 64, "inner": 128, "outputs": 128, "ready": True}
 FEW: tuple[Cut, ...] = ({}, {"stages": 2}, {"stages": 4}, {"outputs": 64})
-GATE_UP: tuple[Cut, ...] = (
-    {"warps": 8, "stages": 3},
-    {"warps": 4, "stages": 2},
-    {"warps": 8, "stages": 2, "registers": 128},
-    {"warps": 4, "stages": 5, "step": 64},
-    {"warps": 4, "stages": 4, "step": 64},
-    {"warps": 8, "stages": 5, "step": 64, "registers": 128},
-    {"warps": 8, "stages": 3, "pairs": 128},
-)
+ROLES: Cut = {"pairs": 192, "roles": 8, "stages": 4, "down_stages": 6}
+GATE_UP: tuple[Cut, ...] = ({"warps": 8, "stages": 3}, ROLES, ROLES | {"stages": 3})
 DOWN: tuple[Cut, ...] = (
-    {"down_warps": 8, "down_stages": 3},
-    {"down_stages": 3},
     {"down_stages": 3, "down_registers": 168},
-    {"down_stages": 2, "down_registers": 168},
-    {"down_stages": 4},
-    {"down_warps": 8, "down_stages": 3, "down_registers": 80},
-    {"warps": 8, "down_stages": 3, "pairs": 128},
+    ROLES,
+    ROLES | {"roles": 4},
+    ROLES | {"roles": 16},
+    ROLES | {"down_stages": 4},
 )
+MANY: tuple[Cut, ...] = ({"warps": 8, "down_warps": 4, "down_stages": 3, "down_registers": 168}, ROLES)
 
 
 def cases() -> list[Case]:
@@ -194,7 +186,11 @@ def cases() -> list[Case]:
     for cut in GATE_UP:
         found.append(product_case("gate_up", 8192, cut))
     for cut in DOWN:
-        found.append(product_case("down", 8192, {"stages": 2} | cut))
-    for cut in ({"pairs": 32}, {"pairs": 32, "stages": 2}, {"pairs": 64, "stages": 2, "down_stages": 3}):
+        found.append(product_case("down", 8192, {"stages": 4} | cut))
+    for tokens in (2048, 4096, 16384):
+        for cut in MANY:
+            found.extend(product_case(name, tokens, cut) for name in ("gate_up", "down"))
+    for cut in ({"pairs": 32}, {"pairs": 32, "stages": 2}, {"pairs": 64, "stages": 2, "down_stages": 3}, ROLES):
         found.extend(product_case(name, 1024, cut) for name in ("gate_up", "down"))
+    found.extend(case("layer, roles", tokens, groups_of(False, **ROLES)) for tokens in (4096, 8192, 16384))
     return found

@@ -31,7 +31,7 @@ def ids_of(tokens: int, num_experts: int, top_k: int, shared: bool) -> Tensor:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("tokens", [1, 46, 47, 128, 1000, 8192])
 def test_every_pair_is_in_one_tile_of_its_expert(tokens: int, shared: bool) -> None:
-    for size in (16, 64):
+    for size in (16, 64, 192):
         ids = ids_of(tokens, 513, 11, shared)
         for _ in range(2):
             count = torch.zeros(1, dtype=torch.int32, device=CUDA)
@@ -71,7 +71,10 @@ def test_each_product(tokens: int) -> None:
     ids, weights = ids_of(tokens, EXPERTS, TOP_K, True), torch.rand(tokens, TOP_K, device=CUDA)
     chosen = choose_tiles(ids.numel(), EXPERTS, True, properties(CUDA).shared_bytes)
     steps = Tiles(64, 128, 128, stages=5, ready=True, down_warps=8, down_stages=3, step=64)
-    for tiles in (chosen, Tiles(16, 128, 128, ready=True), steps):
+    cuts = [chosen, Tiles(16, 128, 128, ready=True), steps]
+    if properties(CUDA).is_hopper:
+        cuts += [Tiles(192, 128, 128, stages=4, ready=True, roles=blocks) for blocks in (1, 8)]
+    for tiles in cuts:
         count = torch.zeros(1, dtype=torch.int32, device=CUDA)
         tables = *group(ids, count, EXPERTS, tiles.pairs, True), count
         with guarded():

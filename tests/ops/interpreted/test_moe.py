@@ -80,7 +80,7 @@ def test_of_equal_scores_the_lowest_expert_is_chosen_and_nan_gives_valid_ids() -
     assert len(set(ids[2].tolist())) == 9
 
 
-@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("size", [16, 64, 192])
 @pytest.mark.parametrize(
     ("pairs", "num_experts", "shared"), [(1, 4, False), (40, 4, False), (700, 9, False), (1100, 40, True)]
 )

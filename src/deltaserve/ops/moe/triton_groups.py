@@ -29,7 +29,7 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the products of a layer are cut. Sizes are powers of two."""
+    """How the products of a layer are cut. Sizes are powers of two, but 192 pairs where warps have roles."""
 
     pairs: int
     inner: int
@@ -48,6 +48,8 @@ class Tiles:
     down_registers: int = 0
     step: int = 128
     """Inputs that `gate_up` multiplies at once, of a quantised weight."""
+    roles: int = 0
+    """Blocks of outputs that `down` computes at once where warps have roles (`triton_roles`, which needs Hopper)."""
 
 
 @triton.jit(do_not_specialize=["pairs", "stride"])
@@ -236,6 +238,13 @@ def gate_up(
         x_in, x_scale = quantized or quantize_rows(x_TD, early)
         x_in, stride = fp8_way(x_in, x_scale)[0], x_scale.stride(1)
         h_scale = torch.empty(num_pairs, -(-inner // 128), dtype=torch.float32, device=device)
+    if tiles.roles:
+        from deltaserve.ops.moe import triton_roles
+
+        assert h_scale is not None, f"moe: {tiles} of weights that are not quantised"
+        args = x_in, x_scale, w13, w13_scale, h, h_scale, *tables
+        triton_roles.gate_up(*args, num_pairs // x_TD.shape[0], TYPES[x_TD.dtype], tiles.stages)
+        return h, h_scale
     gate_up_kernel[(len(tables[1]) * triton.cdiv(inner, tiles.inner),)](
         x_in,
         x_scale,
@@ -280,6 +289,13 @@ def down(
     assert tiles.outputs <= 128 or w2_scale is None, f"moe: {tiles.outputs} outputs are more than a block"
     w2, way = fp8_way(w2, w2_scale)
     y_PD = torch.empty(weights_TK.numel(), width, dtype=dtype, device=device)
+    if tiles.roles:
+        from deltaserve.ops.moe import triton_roles
+
+        assert h_scale is not None, f"moe: {tiles} of inner columns that are not quantised"
+        args = h, h_scale, w2, w2_scale, weights_TK, y_PD, *tables
+        triton_roles.down(*args, tiles.roles, tiles.down_stages or tiles.stages)
+        return y_PD
     down_kernel[(len(tables[1]) * triton.cdiv(width, tiles.outputs),)](
         h,
         w2 if h_scale is None else h_scale,

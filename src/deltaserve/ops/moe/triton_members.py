@@ -69,8 +69,9 @@ def group_kernel(
             mine = (tl.load(ids_ptr + p, mask=p < pairs, other=-1) == e).to(tl.int32)
             tl.store(sorted_ptr + done + tl.cumsum(mine, 0) - 1, p, mask=mine == 1)
             done += tl.sum(mine, 0)
-        rest = number + tl.arange(0, BM)
-        tl.store(sorted_ptr + rest, tl.full((BM,), -1, tl.int32), mask=rest < tiles * BM)
+        FILL: tl.constexpr = triton.next_power_of_2(BM)
+        rest = number + tl.arange(0, FILL)
+        tl.store(sorted_ptr + rest, tl.full((FILL,), -1, tl.int32), mask=rest < tiles * BM)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -135,9 +136,10 @@ def place_kernel(
         first = tl.load(first_ptr + e, mask=e < E, other=0)
         number = tl.load(number_ptr + e, mask=e < E, other=0)
         tiles = (number + BM - 1) // BM
-        rest = number[:, None] + tl.arange(0, BM)[None, :]
+        FILL: tl.constexpr = triton.next_power_of_2(BM)
+        rest = number[:, None] + tl.arange(0, FILL)[None, :]
         empty = sorted_ptr + first.to(tl.int64)[:, None] * BM + rest
-        tl.store(empty, tl.full((BE, BM), -1, tl.int32), mask=rest < tiles[:, None] * BM)
+        tl.store(empty, tl.full((BE, FILL), -1, tl.int32), mask=rest < tiles[:, None] * BM)
         for start in range(0, tl.max(tiles, 0), 32):
             tile = start + tl.arange(0, 32)[None, :]
             own = tl.broadcast_to(e[:, None], (BE, 32))
@@ -181,7 +183,7 @@ def direct(tables: tuple[Tensor, Tensor, Tensor], top_k: int) -> int:
 def group(
     ids_TK: Tensor, count: Tensor, num_experts: int, size: int, shared: bool = False, early: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cuts each expert's pairs into tiles of `size` (a power of two). `shared`: each token's last expert is the last of
+    """Cuts each expert's pairs into tiles of `size`. `shared`: each token's last expert is the last of
     all, and no other.
 
     Returns the pairs, int32 [tiles, size] with -1 where a tile is not full, and the tiles' experts [tiles]. `count`,
