@@ -8,7 +8,7 @@ needs next is on its way.
 
 `gate_up`: an item is a tile and a block of 128 inner columns, made in halves of 64 rows of gate and 64 of up, as no
 more fits registers; the first half waits in shared memory, rounded. `down`: an item is a tile and some blocks of 128
-outputs; the tile's inner columns, all of them, stay in shared memory while weights stream past. Weights are e4m3, and sizes are
+outputs; all inner columns of the tile stay in shared memory while weights stream past. Weights are e4m3, and sizes are
 multiples of 128.
 
 Stages of shared memory are handed over by barriers: `full` counts the fetching threads and the boxes' bytes, `empty`
