@@ -100,6 +100,21 @@ def test_every_pair_is_in_one_tile_of_its_expert(pairs: int, num_experts: int, s
     assert sorted(held[held >= 0].tolist()) == list(range(ids.numel()))
 
 
+@pytest.mark.parametrize("size", [16, 192])
+@pytest.mark.parametrize("tokens", [40, 700])
+def test_places_that_no_pair_takes_are_written(tokens: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, count = torch.randint(0, 4, (tokens, 1), dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+
+    def sevens(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full(shape, 7, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "empty", sevens)
+    members, _ = triton_members.group(ids, count, 4, size)
+    held = members[: int(count)]
+    assert (held >= 0).sum() == tokens
+    assert (held[held < 0] == -1).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, None])
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "top_k", "width", "inner"),
