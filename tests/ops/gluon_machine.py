@@ -150,6 +150,10 @@ class Place(threading.local):
     program: tuple[int, int] = (0, 0)
     grid: tuple[int, int] = (0, 0)
     products: list[Product] = field(default_factory=list)
+    copies: list[Callable[[], object]] = field(default_factory=list)
+    """Begun and in no group yet."""
+    groups: list[list[Callable[[], object]]] = field(default_factory=list)
+    """Of copies that have not arrived."""
 
 
 HERE = Place()
@@ -177,9 +181,9 @@ def load(at: Pointer, mask: Any = True, other: Any = 0) -> torch.Tensor:
     return register(torch.where(is_there, picked, register(other, picked.dtype)))
 
 
-def store(at: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
+def store(at: Pointer, value: torch.Tensor, mask: Any = True) -> None:
     assert value.dtype == at.memory.dtype, "a store that rounds"
-    where = mask.expand(value.shape)
+    where = register(mask).expand(value.shape)
     at.memory[at.offset.expand(value.shape)[where].long()] = value[where].as_subclass(torch.Tensor)
 
 
@@ -211,6 +215,23 @@ def copy_box(desc: Box, at: Sequence[Any], barrier: Barrier, target: Shared, pre
         barrier.settle(0, -target.data.numel() * target.data.element_size())
 
     threading.Timer(random.random() * 2e-3, arrive).start()
+
+
+def copy_later(target: Shared, at: Pointer, mask: Any = True) -> None:
+    """Without a barrier: arrives when its group is waited for."""
+    target.data.fill_(torch.nan)
+    HERE.copies.append(lambda: target.data.copy_(load(at, mask)))
+
+
+def commit_group() -> None:
+    HERE.groups.append(HERE.copies)
+    HERE.copies = []
+
+
+def wait_group(left: int) -> None:
+    while len(HERE.groups) > left:
+        for arrive in HERE.groups.pop(0):
+            arrive()
 
 
 def multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
@@ -251,10 +272,10 @@ def language() -> ModuleType:
     def both(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda a, b: register(op(register(a), register(b)))
 
-    for name in ("NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "NVMMASharedLayout", "DotOperandLayout"):
-        setattr(made, name, lambda *_: None)
+    for name in ("NVMMADistributed", "Blocked", "Slice", "NVMMAShared", "SwizzledShared", "DotOperand"):
+        setattr(made, f"{name}Layout", lambda *_: None)
     vars(made).update(
-        constexpr=constexpr, float32=torch.float32, int64=torch.int64, load=load, store=store,
+        constexpr=constexpr, float32=torch.float32, int32=torch.int32, int64=torch.int64, load=load, store=store,
         program_id=lambda axis: register(HERE.program[axis]), num_programs=lambda axis: HERE.grid[axis],
         to_tensor=register, arange=lambda a, b, layout: register(torch.arange(a, b)),
         zeros=lambda shape, dtype, layout: register(torch.zeros(list(map(int, shape)), dtype=dtype)),
@@ -264,6 +285,7 @@ def language() -> ModuleType:
         sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, convert_layout=lambda x, layout: x,
         broadcast=lambda a, b: (a, b.expand(a.shape)), inline_asm_elementwise=assembly,
         allocate_shared_memory=allocate, static_range=range, warp_specialize=specialize,
+        barrier=lambda: None,
     )  # fmt: skip
     return made
 
@@ -280,7 +302,8 @@ def hopper() -> ModuleType:
     )
     vars(made).update(
         fence_async_shared=lambda: None, mbarrier=mbarrier, tma=SimpleNamespace(async_load=copy_box),
-        warpgroup_mma=multiply, warpgroup_mma_wait=wait_products,
+        warpgroup_mma=multiply, warpgroup_mma_wait=wait_products, warpgroup_mma_init=lambda x: Product(x, x, x, x),
+        async_copy=SimpleNamespace(async_load=copy_later, commit_group=commit_group, wait_group=wait_group),
     )  # fmt: skip
     return made
 
@@ -296,9 +319,14 @@ def stand_ins() -> Iterator[None]:
     fakes[f"{root}.nvidia.hopper"] = tensors
     before = {name: sys.modules.get(name) for name in fakes}
     sys.modules.update(fakes)
+    parent = importlib.import_module("triton.experimental")
+    real = vars(parent).get("gluon")  # if it was imported before
+    vars(parent)["gluon"] = gluon
     try:
         yield
     finally:
+        del vars(parent)["gluon"]
+        vars(parent).update({} if real is None else {"gluon": real})
         for name, module in before.items():
             sys.modules.pop(name) if module is None else sys.modules.update({name: module})
 
@@ -319,7 +347,7 @@ class Launcher:
             arrays = [Pointer(flat(x)) if isinstance(x, torch.Tensor) else x for x in args]
             for x in range(grid[0]):
                 for y in range(grid[1]):
-                    HERE.program, HERE.grid = (x, y), grid
+                    HERE.program, HERE.grid, HERE.groups = (x, y), grid, []
                     self.kernel(*arrays, **constants)
 
         return launch

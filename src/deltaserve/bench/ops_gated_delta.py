@@ -120,16 +120,15 @@ def cases() -> list[Case]:
     for rows in (1, 32, 128):
         call = partial(steps, rows, 4, fp32, {})
         found.append(Case(f"gdn step fp32 B={rows} L=4", call, step_bytes(rows, 4, fp32)))
-    rules: dict[str, dict[str, Any]] = {
-        "": {},
-        " pass s2": {"num_stages": 2},
-        " pass s1": {"num_stages": 1},
-        " prepare w4 any registers": {"prepare": {"num_warps": 4}},
-        " prepare w4 128 registers": {"prepare": {"num_warps": 4, "maxnreg": 128}},
-        " prepare w8": {"prepare": {"num_warps": 8}},
-        " prepare w8 128 registers": {"prepare": {"num_warps": 8, "maxnreg": 128}},
+    rules: dict[str, dict[str, Any]] = {"": {}, " hopper": {"hopper": True}}
+    prompt_lengths = {
+        "1x1024": [1024],
+        "1x8192": [8192],
+        "1x32768": [32768],
+        "16x512": [512] * 16,
+        "16x2048": [2048] * 16,
     }
-    for name, lengths in (("1x1024", [1024]), ("1x8192", [8192]), ("16x2048", [2048] * 16), ("8x1024", [1024] * 8)):
+    for name, lengths in prompt_lengths.items():
         tokens, flops = sum(lengths), rule_flops(sum(lengths))
         num_bytes = tokens * 2.0 * (HIDDEN_PARTS + VALUES)
         found.append(Case(f"gdn prompt {name}", partial(prompts, lengths), num_bytes, flops))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 
+from deltaserve.ops.gated_delta import triton_chunk
 from deltaserve.ops.gated_delta.api import gated_delta_net
+from deltaserve.ops.gpu import properties
 from tests.ops.gated_delta_nets import Net, Rows, Shape, check, chunk_rows, relative, step_rows
 
 pytestmark = pytest.mark.gpu
@@ -15,6 +18,7 @@ pytestmark = pytest.mark.gpu
 BIG = Shape(16, 2, 128, 128)
 SMALL = Shape(4, 2, 32, 32)
 F32, BF16 = torch.float32, torch.bfloat16
+CHUNK = triton_chunk.chunk
 DTYPES = [(F32, F32), (BF16, F32), (BF16, BF16)]
 
 
@@ -53,6 +57,28 @@ def test_other_shapes(shape: Shape, dtype: torch.dtype) -> None:
 def test_chunks(tokens: int, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
     run_and_check(BIG, chunk_rows([tokens], [0]), dtype, state_dtype)
     run_and_check(BIG, chunk_rows([tokens, 3], [35, 0]), dtype, state_dtype)
+
+
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("lengths", "starts"),
+    [([1], [0]), ([64], [64]), ([1000, 3], [35, 0]), ([1, 63, 64, 65, 200, 300], [0, 1, 64, 70, 0, 127])],
+    ids=str,
+)
+def test_chunks_on_hopper_are_the_same(
+    lengths: list[int], starts: list[int], state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: the same sums in the same order."""
+    if not properties(torch.device("cuda", 0)).is_hopper:
+        pytest.skip("a kernel for Hopper")
+    net = Net.random(BIG, chunk_rows(lengths, starts), BF16, state_dtype, "cuda")
+    found = []
+    for hopper in (False, True):
+        own = net.copy("cuda")
+        monkeypatch.setattr(triton_chunk, "chunk", partial(CHUNK, hopper=hopper))
+        found.append((own.run(), own.state_memory))
+    for other, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 
 
 def test_many_rows_of_chunks() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from deltaserve.ops.gated_delta import api, triton_step
+from deltaserve.ops.gated_delta import api, triton_chunk, triton_hopper, triton_step
 from deltaserve.ops.linear.triton_fp8 import quantize_rows
 from tests.ops.gated_delta_nets import Net, Rows, Shape, check, chunk_rows, relative, step_rows
+from tests.ops.gluon_machine import load_kernels
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -144,3 +147,18 @@ def test_chunks_of_equal_keys(decay: float, beta: float) -> None:
     before = net.copy("cpu")
     out = net.run_kernels()
     check(net, out, before, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "starts"),
+    [(Shape(1, 1, 128, 64), [70], [0]), (Shape(1, 2, 64, 128), [1, 64, 200], [63, 5, 62])],
+    ids=str,
+)
+def test_chunks_as_on_hopper(
+    shape: Shape, lengths: list[int], starts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_cpu = load_kernels(triton_hopper.__file__, "pass_kernel")
+    monkeypatch.setattr(triton_hopper, "pass_kernel", on_a_cpu.pass_kernel)
+    monkeypatch.setattr(triton_chunk, "hopper_tile", lambda *_: {"STAGES": 3, "num_warps": 4})
+    monkeypatch.setattr(triton_chunk, "chunk", partial(triton_chunk.chunk, hopper=True))
+    run_and_check(shape, chunk_rows(lengths, starts))

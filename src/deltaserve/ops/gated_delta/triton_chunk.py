@@ -235,6 +235,25 @@ def tile(k_dim: int, v_dim: int, device: torch.device) -> dict[str, Any]:
     }
 
 
+def hopper_tile(k_dim: int, v_dim: int, device: torch.device) -> dict[str, Any] | None:
+    """Of `triton_hopper.pass_kernel`; None where it cannot compute these widths."""
+    found = properties(device)
+    if not found.is_hopper or k_dim not in (64, 128) or v_dim % 64 or found.shared_bytes < 210 << 10:
+        return None
+    return {"STAGES": 3, "num_warps": 4}
+
+
+def pass_of(k_dim: int, v_dim: int, device: torch.device, config: dict[str, Any]) -> tuple[Any, int, dict[str, Any]]:
+    """The kernel that carries the state, slices of V, and what it is launched with: see `chunk`."""
+    config = dict(config)
+    if config.pop("hopper", False) and (found := hopper_tile(k_dim, v_dim, device)):
+        from deltaserve.ops.gated_delta import triton_hopper
+
+        return triton_hopper.pass_kernel, v_dim // 64, {**found, **config}
+    options = {**tile(k_dim, v_dim, device), "EXACT": device.type == "cpu", **config}
+    return pass_kernel, triton.cdiv(v_dim, options["BW"]), options
+
+
 def prepare_tile() -> dict[str, Any]:
     """Of `prepare_kernel`. Its products wait for each other, so that programs beside each other count: three fit a
     multiprocessor with 168 registers a thread, two without a limit."""
@@ -256,21 +275,21 @@ def chunk(
 
     mixed holds the segment's tokens only, contiguous: q and k of length 1, q scaled, and v, which is overwritten. b and
     a hold the step's, and may be views with a row stride. `config` replaces entries of `tile`, and under "prepare" the
-    launch options of `prepare_kernel`.
+    launch options of `prepare_kernel`; "hopper" takes `triton_hopper.pass_kernel`.
     """
     v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
     k_heads, tokens = (mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim), mixed_TC.shape[0]
     dtype, device = mixed_TC.dtype, mixed_TC.device
     is_exact = device.type == "cpu"
     assert dtype in (torch.bfloat16, torch.float16) or is_exact, f"gated delta: chunks of {dtype}"
-    options = {**tile(k_dim, v_dim, device), **config}
-    prepare_options = options.pop("prepare", prepare_tile())
+    prepare_options = config.pop("prepare", prepare_tile())
+    kernel, slices, options = pass_of(k_dim, v_dim, device, config)
     table = layout.once(chunk_table, segment)
     w_TVK = torch.empty(tokens, v_heads, k_dim, dtype=dtype, device=device)
     p_TVC = torch.empty(tokens, v_heads, CHUNK, dtype=dtype, device=device)
     gates_VT2 = torch.empty(v_heads, tokens, 2, dtype=torch.float32, device=device)
     out_TVD = torch.empty(tokens, v_heads, v_dim, dtype=dtype, device=device)
-    shapes = {"KH": k_heads, "VH": v_heads, "K": k_dim, "V": v_dim, "CHUNK": CHUNK, "EXACT": is_exact}
+    shapes = {"KH": k_heads, "VH": v_heads, "K": k_dim, "V": v_dim, "CHUNK": CHUNK}
     prepare_kernel[(v_heads, table.shape[0])](
         mixed_TC,
         segment.cut(b_TV),
@@ -285,13 +304,13 @@ def chunk(
         b_TV.stride(0),
         a_TV.stride(0),
         **shapes,
-        BK=options["BK"],
+        BK=max(16, triton.next_power_of_2(k_dim)),
         BV=max(16, triton.next_power_of_2(v_dim)),
+        EXACT=is_exact,
         num_stages=1,
         **prepare_options,
     )
-    slices = triton.cdiv(v_dim, options["BW"])
-    pass_kernel[(slices * v_heads, segment.row_end - segment.row_start)](
+    kernel[(slices * v_heads, segment.row_end - segment.row_start)](
         mixed_TC,
         w_TVK,
         p_TVC,
