@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -147,8 +148,8 @@ class Product:
 class Place(threading.local):
     """Of the running thread."""
 
-    program: tuple[int, int] = (0, 0)
-    grid: tuple[int, int] = (0, 0)
+    program: tuple[int, ...] = (0, 0)
+    grid: tuple[int, ...] = (0, 0)
     products: list[Product] = field(default_factory=list)
     copies: list[Callable[[], object]] = field(default_factory=list)
     """Begun and in no group yet."""
@@ -234,6 +235,19 @@ def wait_group(left: int) -> None:
             arrive()
 
 
+def arrive_copied(barrier: Barrier, increment_count: bool) -> None:
+    """Each of the partition's 128 threads arrives when what it has begun to copy is there."""
+    assert not increment_count
+    copies, HERE.copies = HERE.copies, []
+
+    def arrive() -> None:
+        for copy in copies:
+            copy()
+        barrier.settle(128, 0)
+
+    threading.Timer(random.random() * 2e-3, arrive).start()
+
+
 def multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
     product = Product(a, b, acc if use_acc else None)
     HERE.products.append(product)
@@ -276,6 +290,9 @@ def language() -> ModuleType:
         setattr(made, f"{name}Layout", lambda *_: None)
     vars(made).update(
         constexpr=constexpr, float32=torch.float32, int32=torch.int32, int64=torch.int64, load=load, store=store,
+        float8e4nv=torch.float8_e4m3fn, abs=torch.abs, exp=torch.exp, div_rn=torch.div, full_like=torch.full_like,
+        fma=lambda a, b, c: (a.double() * b.double() + c.double()).float(), reshape=torch.reshape,
+        permute=torch.permute, split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack([a, b], -1),
         program_id=lambda axis: register(HERE.program[axis]), num_programs=lambda axis: HERE.grid[axis],
         to_tensor=register, arange=lambda a, b, layout: register(torch.arange(a, b)),
         zeros=lambda shape, dtype, layout: register(torch.zeros(list(map(int, shape)), dtype=dtype)),
@@ -298,12 +315,14 @@ def hopper() -> ModuleType:
         init=lambda barrier, count: barrier.init(count),
         wait=lambda barrier, parity, pred=True: barrier.wait(int(parity)) if pred else None,
         expect=lambda barrier, size, pred=True: barrier.settle(1, int(size)) if pred else None,
-        arrive=lambda barrier, count: barrier.settle(count, 0),
+        arrive=lambda barrier, count=1, pred=True: barrier.settle(count, 0) if pred else None,
     )
     vars(made).update(
         fence_async_shared=lambda: None, mbarrier=mbarrier, tma=SimpleNamespace(async_load=copy_box),
         warpgroup_mma=multiply, warpgroup_mma_wait=wait_products, warpgroup_mma_init=lambda x: Product(x, x, x, x),
-        async_copy=SimpleNamespace(async_load=copy_later, commit_group=commit_group, wait_group=wait_group),
+        async_copy=SimpleNamespace(
+            async_load=copy_later, commit_group=commit_group, wait_group=wait_group, mbarrier_arrive=arrive_copied
+        ),
     )  # fmt: skip
     return made
 
@@ -342,24 +361,24 @@ class Launcher:
     def __init__(self, kernel: Callable[..., None]) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, num_warps: int, **constants: Any) -> None:
             arrays = [Pointer(flat(x)) if isinstance(x, torch.Tensor) else x for x in args]
-            for x in range(grid[0]):
-                for y in range(grid[1]):
-                    HERE.program, HERE.grid, HERE.groups = (x, y), grid, []
-                    self.kernel(*arrays, **constants)
+            for program in product(*map(range, grid)):
+                HERE.program, HERE.grid, HERE.groups = program, grid, []
+                self.kernel(*arrays, **constants)
 
         return launch
 
 
-def load_kernels(path: str, kernel: str) -> ModuleType:
-    """The module of a file of kernels, in which `kernel` can be launched on CPU tensors."""
+def load_kernels(path: str, *kernels: str) -> ModuleType:
+    """The module of a file of kernels, in which `kernels` can be launched on CPU tensors."""
     spec = importlib.util.spec_from_file_location(f"{Path(path).stem}_on_a_cpu", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with stand_ins():
         spec.loader.exec_module(module)
-    setattr(module, kernel, Launcher(getattr(module, kernel)))
+    for kernel in kernels:
+        setattr(module, kernel, Launcher(getattr(module, kernel)))
     return module

@@ -381,7 +381,7 @@ def down_kernel(
 def boxes(weights: Tensor, rows: int) -> TensorDescriptor:
     """Weights [E, O, I] as seen by who fetches `rows` of them by 128 bytes."""
     flat = weights.view(-1, weights.shape[2])
-    return TensorDescriptor.from_tensor(flat, [rows, 128], STAGES.value)
+    return TensorDescriptor.from_tensor(flat, [rows, 128], gl.NVMMASharedLayout(128, 8, 2))
 
 
 def check(rows: int, width: int, inner: int) -> None:
