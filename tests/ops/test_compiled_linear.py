@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,7 +69,7 @@ def compile_gemm(target: str, width: int, tiles: Tiles, way: int) -> Resources:
         "SPLIT": tiles.split,
         "FP8": way,
         "READY": ready,
-        "AHEAD": lines_of(tiles.split, width, 1 if way else 2) if tiles.ahead else 0,
+        "AHEAD": lines_of(tiles.split, width, 1 if way else 2) if tiles.ahead and target == "sm_90" else 0,
         "EARLY": target == "sm_90",
     }
     return compile_for(TARGETS[target], gemm_kernel, signature, constants, tiles.warps, tiles.stages)
@@ -130,7 +129,7 @@ def test_gemm(target: str) -> None:
 @pytest.mark.parametrize(("tokens", "outputs", "width"), [(8, 12288, 2048), (32, 2048, 4096), (8, 513, 2048)])
 def test_gemm_that_brings_its_weight_near(tokens: int, outputs: int, width: int) -> None:
     """Before it waits it asks for every line that it will read, and for none twice but in a last, short share."""
-    tiles = replace(choose_tiles(tokens, outputs, width, outputs != 513, 132, SHARED["sm_90"]), ahead=True)
+    tiles = choose_tiles(tokens, outputs, width, outputs != 513, 132, SHARED["sm_90"])
     found = compile_gemm("sm_90", width, tiles, 0 if outputs == 513 else 1)
     before, after = found.assembly.split("griddepcontrol.wait")
     row_bytes = width * (2 if outputs == 513 else 1) // tiles.split
@@ -155,3 +154,5 @@ def test_more_programs_for_fewer_rows() -> None:
     assert choose_tiles(8, 12288, 2048, True, 132, 227 << 10).split == 4
     assert [choose_tiles(t, 2048, 4096, True, 132, 227 << 10).split for t in (128, 200, 512, 1000)] == [8, 4, 2, 1]
     assert [choose_tiles(t, 513, 2048, False, 132, 227 << 10).split for t in (128, 1024, 8192)] == [8, 2, 1]
+    ahead = {tokens: choose_tiles(tokens, 2048, 4096, True, 132, 227 << 10).ahead for tokens in (4, 5, 64, 65)}
+    assert ahead == {4: False, 5: True, 64: True, 65: False}

@@ -58,9 +58,9 @@ def make_layer() -> Layer:
 def run(layers: Sequence[Layer], x: Tensor, mixed: Tensor, early: bool, inside: int, ahead: bool) -> Tensor:
     from deltaserve.ops.linear import triton_early, triton_gemm
 
-    before = triton_early.MAX_TOKENS, gpu.NORMS_INSIDE
+    before = triton_early.MAX_TOKENS, gpu.NORMS_INSIDE, triton_gemm.AHEAD
     triton_early.MAX_TOKENS, gpu.NORMS_INSIDE = before[0] if early else -1, {False: inside > 0, True: inside > 1}
-    triton_gemm.AHEAD = ahead
+    triton_gemm.AHEAD = range(65) if ahead else range(0)
     residual = x
     for layer in layers:
         _, _, _, residual, _ = norm_linear(x, residual, layer.norm, EPS, *layer.in_proj, layer.ba)
@@ -68,8 +68,7 @@ def run(layers: Sequence[Layer], x: Tensor, mixed: Tensor, early: bool, inside: 
         scores, _, x, residual, ready = norm_linear(x, residual, layer.norm, EPS, layer.router, quantizes=True)
         (w13, w13_scale), (w2, w2_scale) = layer.w13, layer.w2
         x = sparse_moe(x, scores, w13, w2, TOP_K, True, w13_scale, w2_scale, ready, adds_up=False)
-    triton_early.MAX_TOKENS, gpu.NORMS_INSIDE = before
-    triton_gemm.AHEAD = False
+    triton_early.MAX_TOKENS, gpu.NORMS_INSIDE, triton_gemm.AHEAD = before
     return x
 
 
