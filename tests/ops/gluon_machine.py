@@ -83,8 +83,8 @@ class Shared:
         assert 0 <= int(i) < self.data.shape[0], f"buffer {int(i)} of {self.data.shape[0]}"
         return Shared(self.data[int(i)])
 
-    def slice(self, start: int, length: int) -> Shared:
-        return Shared(self.data[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.permute(*order))
@@ -176,7 +176,7 @@ def constexpr(value: Any) -> Any:
     return Whole(value) if isinstance(value, int) else value
 
 
-def load(at: Pointer, mask: Any = True, other: Any = 0) -> torch.Tensor:
+def load(at: Pointer, mask: Any = True, other: Any = 0, volatile: bool = False) -> torch.Tensor:
     offset, is_there = torch.broadcast_tensors(register(at.offset), register(mask))  # type: ignore[no-untyped-call]
     picked = at.memory[torch.where(is_there, offset, 0).long()]
     return register(torch.where(is_there, picked, register(other, picked.dtype)))

@@ -19,7 +19,7 @@ from tests.ops.attention_rows import EPS, Rows
 from tests.ops.gluon_machine import load_kernels
 
 WIDTH = 64
-SLACKS = [0, 8]
+CONFIGS = [{}, {"key_stages": 3, "slack": 8, "held": 32}]
 
 
 @pytest.fixture(scope="module")
@@ -38,39 +38,41 @@ def rows_of(
     return Rows(starts, lengths, 0, heads, WIDTH, torch.float16, padding, first_key)
 
 
-def run(kernels: ModuleType, rows: Rows, slack: int, gate: bool = True) -> Tensor:
+def run(kernels: ModuleType, rows: Rows, config: dict[str, int], gate: bool = True) -> Tensor:
     q = gemma_rms_norm(rows.q, rows.q_weight, EPS)
     k = gemma_rms_norm(rows.k, rows.k_weight, EPS)
     q, k = apply_rope(q, k, rows.layout.position, rows.cos_sin)
     reference.store(k, rows.v, rows.pool, rows.layout)
     out = torch.full(q.shape, torch.nan, dtype=q.dtype)
     (segment,) = rows.layout.segments
-    config = kernels.HopperConfig(slack=slack)
-    kernels.chunk(q.contiguous(), rows.gate if gate else None, out, rows.pool, rows.layout, segment, rows.scale, config)
+    kernels.chunk(
+        q.contiguous(), rows.gate if gate else None, out, rows.pool, rows.layout, segment, rows.scale,
+        kernels.HopperConfig(**config),
+    )  # fmt: skip
     return out.flatten(1)
 
 
-def check(kernels: ModuleType, rows: Rows, slack: int) -> None:
+def check(kernels: ModuleType, rows: Rows, config: dict[str, int]) -> None:
     before = rows.pool.clone()
     expected, _ = rows.expected()
-    torch.testing.assert_close(run(kernels, rows, slack).double(), expected, rtol=4e-3, atol=4e-3)
+    torch.testing.assert_close(run(kernels, rows, config).double(), expected, rtol=4e-3, atol=4e-3)
     assert rows.untouched(before)
 
 
-@pytest.mark.parametrize("slack", SLACKS)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 63, 64, 65, 200])
-def test_a_prompt_of_every_length(kernels: ModuleType, tokens: int, slack: int) -> None:
-    check(kernels, rows_of([0], [tokens]), slack)
+def test_a_prompt_of_every_length(kernels: ModuleType, tokens: int, config: dict[str, int]) -> None:
+    check(kernels, rows_of([0], [tokens]), config)
 
 
-@pytest.mark.parametrize("slack", SLACKS)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("heads", [(16, 2), (6, 2), (1, 1)])
-def test_chunks_behind_contexts(kernels: ModuleType, heads: tuple[int, int], slack: int) -> None:
-    check(kernels, rows_of([0, 5, 64, 130, 500], [1, 63, 64, 65, 20], heads), slack)
+def test_chunks_behind_contexts(kernels: ModuleType, heads: tuple[int, int], config: dict[str, int]) -> None:
+    check(kernels, rows_of([0, 5, 64, 130, 500], [1, 63, 64, 65, 20], heads), config)
 
 
-@pytest.mark.parametrize("slack", SLACKS)
-def test_first_keys_anywhere(kernels: ModuleType, slack: int) -> None:
+@pytest.mark.parametrize("config", CONFIGS)
+def test_first_keys_anywhere(kernels: ModuleType, config: dict[str, int]) -> None:
     """What lies before them is NaN; a row that sees no key gives zeros."""
     rows = rows_of([0, 70, 64, 200, 130, 300], [1, 2, 70, 2, 40, 20])
     first = [1, 70, 3, 199, 65, 150]
@@ -79,7 +81,7 @@ def test_first_keys_anywhere(kernels: ModuleType, slack: int) -> None:
         for place in range(key):
             rows.pool[:, int(rows.layout.block_table[row, place // 64]), place % 64] = torch.nan
     expected, _ = rows.expected()
-    out = run(kernels, rows, slack)
+    out = run(kernels, rows, config)
     torch.testing.assert_close(out[1:].double(), expected[1:], rtol=4e-3, atol=4e-3)
     assert torch.equal(out[0], torch.zeros_like(out[0]))
 
@@ -88,7 +90,7 @@ def test_padding_rows_and_no_gate(kernels: ModuleType) -> None:
     rows = rows_of([0, 40, 0, 80], [3, 20, 1, 30], padding=(0, 2))
     rows.gate[:3] = torch.nan
     expected, _ = rows.expected()
-    out, plain = run(kernels, rows, 0), run(kernels, rows, 0, gate=False)
+    out, plain = run(kernels, rows, {}), run(kernels, rows, {}, gate=False)
     for own in (slice(3, 23), slice(24, 54)):
         torch.testing.assert_close(out[own].double(), expected[own], rtol=4e-3, atol=4e-3)
         again = plain[own].double() * rows.gate[own].double().sigmoid()

@@ -26,8 +26,8 @@ STEP_CONFIGS = [
 """Keys, warps, stages, units per multiprocessor."""
 CHUNK_CONFIGS = [(128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)]
 """Queries, keys, warps, stages."""
-HOPPER_CONFIGS = [(2, 0), (2, 8)]
-"""Stages, slack."""
+HOPPER_CONFIGS = [(2, 2, 0, 0), (2, 2, 8, 0), (2, 2, 8, 64), (2, 2, 0, 128), (2, 2, 8, 128), (3, 2, 8, 0)]
+"""Buffers of keys and of values, slack, columns held."""
 CHUNKS = [(0, 1024), (0, 8192), (24_576, 8192)]
 """Tokens before the chunk and in it."""
 
@@ -78,7 +78,7 @@ class Inputs:
         chosen = triton_chunk.ChunkConfig(*config)
         return lambda: triton_chunk.chunk(q, self.gate, out, self.pool, layout, layout.segments[0], SCALE, chosen)
 
-    def hopper(self, config: tuple[int, int]) -> Callable[[], None]:
+    def hopper(self, config: tuple[int, int, int, int]) -> Callable[[], None]:
         from deltaserve.ops.attention import triton_hopper
 
         q = self.enter()
@@ -139,9 +139,9 @@ def cases() -> list[Case]:
         for start, tokens in CHUNKS:
             title = f"chunk look-back {tokens} behind {start} {name}"
             found.append(case_of(title, [start], [tokens], 0, lambda x, config=config: x.chunk(config)))  # type: ignore[misc]
-    for pair in HOPPER_CONFIGS:
-        name = "hopper stages={} slack={}".format(*pair)
+    for config in HOPPER_CONFIGS:
+        name = "hopper k{} v{} slack={} held={}".format(*config)
         for start, tokens in CHUNKS:
             title = f"chunk look-back {tokens} behind {start} {name}"
-            found.append(case_of(title, [start], [tokens], 0, lambda x, config=pair: x.hopper(config)))  # type: ignore[misc]
+            found.append(case_of(title, [start], [tokens], 0, lambda x, config=config: x.hopper(config)))  # type: ignore[misc]
     return found

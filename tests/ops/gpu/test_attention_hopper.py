@@ -16,7 +16,7 @@ from tests.ops.attention_rows import Rows
 
 pytestmark = pytest.mark.gpu
 LARGE = ((16, 2), 256)
-CONFIGS = [HopperConfig(), HopperConfig(slack=8)]
+CONFIGS = [HopperConfig(), HopperConfig(slack=8), HopperConfig(key_stages=3, slack=8, held=128)]
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_a_prompt_of_every_length(tokens: int, config: HopperConfig) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [(LARGE, torch.bfloat16), (((6, 2), 128), torch.float16), (((4, 2), 64), torch.bfloat16)]
+    ("shape", "dtype"), [(LARGE, torch.bfloat16), (((6, 2), 256), torch.float16), (((1, 1), 256), torch.bfloat16)]
 )
 def test_chunks_behind_contexts(shape: tuple[tuple[int, int], int], dtype: torch.dtype, config: HopperConfig) -> None:
     check(rows_of([0, 5, 64, 130, 0, 3000], [1, 63, 64, 65, 200, 1000], shape, dtype), config)
@@ -95,6 +95,11 @@ def test_first_keys_anywhere(config: HopperConfig) -> None:
     out = rows.run(chunk=partial(chunk, config=config))
     assert error(out[1:], expected[1:]) <= 1e-2
     assert torch.equal(out[0], torch.zeros_like(out[0]))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [(((6, 2), 128), torch.float16), (((4, 2), 64), torch.bfloat16)])
+def test_narrow_heads(shape: tuple[tuple[int, int], int], dtype: torch.dtype) -> None:
+    check(rows_of([0, 5, 64, 130, 0, 3000], [1, 63, 64, 65, 200, 1000], shape, dtype), HopperConfig())
 
 
 def test_padding_rows_and_a_row_of_nan() -> None:

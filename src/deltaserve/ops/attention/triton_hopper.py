@@ -45,10 +45,14 @@ copy_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 
 
 class HopperConfig(NamedTuple):
-    stages: int = 2
-    """Buffers for blocks of keys, and as many for values."""
+    key_stages: int = 2
+    value_stages: int = 2
+    """Buffers for blocks of keys and of values, 32 KiB each at a width of 256; 5 in all fit beside the queries."""
     slack: int = 0
     """By how many powers of two a maximum may lag behind; 0: none."""
+    held: int = 0
+    """Columns of the queries that stay in registers; 0: none. Products of queries and keys take what shared memory
+    gives, and half of that are queries."""
 
 
 @gluon.constexpr_function
@@ -129,12 +133,14 @@ def _fade(acc, fade, SLACK: gl.constexpr):
     """`acc` at the new maximum."""
     factor = gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
     if SLACK == 0:
-        return acc * factor
-    COUNT: gl.constexpr = acc.shape[1] // 2
-    _, factor = gl.broadcast(acc, factor)
-    return gl.inline_asm_elementwise(
-        fade_assembly(COUNT), fade_constraints(COUNT), [acc, factor], gl.float32, is_pure=True, pack=COUNT
-    )
+        acc = acc * factor
+    else:
+        COUNT: gl.constexpr = acc.shape[1] // 2
+        _, factor = gl.broadcast(acc, factor)
+        acc = gl.inline_asm_elementwise(
+            fade_assembly(COUNT), fade_constraints(COUNT), [acc, factor], gl.float32, is_pure=True, pack=COUNT
+        )
+    return acc
 
 
 @gluon.jit
@@ -159,28 +165,45 @@ def _weigh(score, sums, position, key0, span, IS_MASKED: gl.constexpr, SLACK: gl
 
 
 @gluon.jit
+def _score(queries, k_smem, HELD: gl.constexpr):
+    """Starts the product of queries and keys. The first HELD columns of the queries are in registers."""
+    q_smem, q_held = queries
+    KEYS: gl.constexpr = k_smem.shape[0]
+    WIDTH: gl.constexpr = k_smem.shape[1]
+    zero = gl.zeros([ROWS, KEYS], gl.float32, layout=product_layout(KEYS))
+    if HELD == 0:
+        score = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        score = warpgroup_mma(q_held, k_smem.slice(0, HELD, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        for at in gl.static_range(HELD, WIDTH, HELD):
+            part = k_smem.slice(at, HELD, 1).permute((1, 0))
+            score = warpgroup_mma(q_smem.slice(at, HELD, 1), part, score, is_async=True)
+    return score
+
+
+@gluon.jit
 def _walk(
-    q_smem, keys, values, acc, weight, fade, sums, begin, end, last, position, span,
-    IS_MASKED: gl.constexpr, SLACK: gl.constexpr,
+    queries, keys, values, acc, weight, fade, sums, begin, end, last, position, span,
+    IS_MASKED: gl.constexpr, HELD: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
     """Turns `begin` to `end` - 1: the scores of this turn, and the product of the last turn's weights meanwhile."""
     k_smem, k_ready, k_free = keys
     v_smem, v_ready, v_free = values
-    STAGES: gl.constexpr = k_smem.shape[0]
+    K_STAGES: gl.constexpr = k_smem.shape[0]
+    V_STAGES: gl.constexpr = v_smem.shape[0]
     for turn in range(begin, end):
-        stage = turn % STAGES
-        past = (turn - 1) % STAGES
-        operand = gl.convert_layout(weight.to(q_smem.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+        stage = turn % K_STAGES
+        past = (turn - 1) % V_STAGES
+        operand = gl.convert_layout(weight.to(k_smem.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
         if SLACK > 0:
             acc = _fade(acc, fade, SLACK)
-        mbarrier.wait(k_ready.index(stage), (turn // STAGES) & 1)
-        score = warpgroup_mma(
-            q_smem, k_smem.index(stage).permute((1, 0)), gl.zeros_like(weight), use_acc=False, is_async=True
-        )
+        mbarrier.wait(k_ready.index(stage), (turn // K_STAGES) & 1)
+        score = _score(queries, k_smem.index(stage), HELD)
         if SLACK == 0:
-            acc, fade = warpgroup_mma_wait(1, [acc, fade])  # waits for nothing, but keeps the order
+            if HELD == 0:
+                acc, fade = warpgroup_mma_wait(1, [acc, fade])  # waits for nothing, but keeps the order
             acc = _fade(acc, fade, SLACK)
-        mbarrier.wait(v_ready.index(past), ((turn - 1) // STAGES) & 1)
+        mbarrier.wait(v_ready.index(past), ((turn - 1) // V_STAGES) & 1)
         acc = warpgroup_mma(operand, v_smem.index(past), acc, is_async=True)
         score = warpgroup_mma_wait(1, [score])
         mbarrier.arrive(k_free.index(stage), count=1)
@@ -192,34 +215,48 @@ def _walk(
 
 @gluon.jit
 def _attend(
-    q_smem, keys, values, acc, sums, turns, last, position, span, HAS_FIRST_KEY: gl.constexpr, SLACK: gl.constexpr
-):
+    queries, keys, values, acc, sums, turns, last, position, span,
+    HAS_FIRST_KEY: gl.constexpr, HELD: gl.constexpr, SLACK: gl.constexpr,
+):  # fmt: skip
     """All turns of a group: `acc` and the running maximum and sum at their end."""
     num_blocks, num_late, num_full = turns
     k_smem, k_ready, k_free = keys
     v_smem, v_ready, _ = values
-    STAGES: gl.constexpr = k_smem.shape[0]
+    STAGES: gl.constexpr = v_smem.shape[0]
     KEYS: gl.constexpr = k_smem.shape[1]
     mbarrier.wait(k_ready.index(0), 0)
-    zero = gl.zeros([ROWS, KEYS], gl.float32, layout=product_layout(KEYS))
-    score = warpgroup_mma(q_smem, k_smem.index(0).permute((1, 0)), zero, use_acc=False)
+    score = warpgroup_mma_wait(0, [_score(queries, k_smem.index(0), HELD)])
     mbarrier.arrive(k_free.index(0), count=1)
     weight, fade, sums = _weigh(score, sums, position, last * KEYS, span, True, SLACK)
     _clear(values, 0, last * KEYS, span)
     acc, weight, fade, sums = _walk(
-        q_smem, keys, values, acc, weight, fade, sums, 1, num_late, last, position, span, True, SLACK
+        queries, keys, values, acc, weight, fade, sums, 1, num_late, last, position, span, True, HELD, SLACK
     )
     acc, weight, fade, sums = _walk(
-        q_smem, keys, values, acc, weight, fade, sums, num_late, num_full, last, position, span, False, SLACK
+        queries, keys, values, acc, weight, fade, sums, num_late, num_full, last, position, span, False, HELD, SLACK
     )
     turn = num_blocks - 1
     if HAS_FIRST_KEY:
         acc, weight, fade, sums = _walk(
-            q_smem, keys, values, acc, weight, fade, sums, num_full, num_blocks, last, position, span, True, SLACK
+            queries,
+            keys,
+            values,
+            acc,
+            weight,
+            fade,
+            sums,
+            num_full,
+            num_blocks,
+            last,
+            position,
+            span,
+            True,
+            HELD,
+            SLACK,
         )
         _clear(values, turn, (last - turn) * KEYS, span)
     acc = _fade(acc, fade, 0)
-    operand = gl.convert_layout(weight.to(q_smem.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+    operand = gl.convert_layout(weight.to(k_smem.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
     mbarrier.wait(v_ready.index(turn % STAGES), (turn // STAGES) & 1)
     return warpgroup_mma(operand, v_smem.index(turn % STAGES), acc), sums
 
@@ -231,43 +268,59 @@ def _reciprocal(x):
 
 
 @gluon.jit
+def _places(
+    start_ptr, first, length, group, HALF: gl.constexpr, WIDTH: gl.constexpr, SHARING: gl.constexpr,
+    BLOCK_P: gl.constexpr,
+):  # fmt: skip
+    """Tokens of the segment, heads, and which there are, of a group's queries: [ROWS, 1] each.
+
+    Where the row starts is read anew, so that nothing of this is kept in registers between the two calls.
+    """
+    row_start = gl.load(start_ptr, volatile=True)
+    m = ROWS * HALF + gl.arange(0, ROWS, gl.SliceLayout(1, wide_layout(WIDTH)))[:, None]
+    at = row_start + first + m // BLOCK_P
+    head = m % BLOCK_P
+    mask = (at < row_start + length) & (head < SHARING)
+    return at.to(gl.int64), group * SHARING + head, mask
+
+
+@gluon.jit
 def _consume(
     q_ptr, gate_ptr, out_ptr, gate_stride, q_smem, keys, values, tile, turns, last, span,
     HALF: gl.constexpr, NUM_Q: gl.constexpr, SHARING: gl.constexpr, BLOCK_P: gl.constexpr,
-    HAS_FIRST_KEY: gl.constexpr, HAS_GATE: gl.constexpr, SLACK: gl.constexpr,
+    HAS_FIRST_KEY: gl.constexpr, HAS_GATE: gl.constexpr, HELD: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
     """One warp group: queries ROWS * HALF to ROWS * (HALF + 1) - 1 of the tile."""
-    first_token, first, length, start, group = tile
+    start_ptr, first, length, start, group = tile
     WIDTH: gl.constexpr = q_smem.shape[1]
-    wide: gl.constexpr = wide_layout(WIDTH)
     scores: gl.constexpr = product_layout(keys[0].shape[1])
     outs: gl.constexpr = product_layout(WIDTH)
-    m = ROWS * HALF + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
-    token = first + m // BLOCK_P
-    column = gl.arange(0, WIDTH, gl.SliceLayout(0, wide))
-    mask = ((token < length) & (m % BLOCK_P < SHARING))[:, None] & (column < WIDTH)[None, :]
-    at = (first_token + token).to(gl.int64)
-    head = group * SHARING + m % BLOCK_P
-    at_query = (at * NUM_Q + head)[:, None] * WIDTH + column[None, :]
-    q_smem.store(gl.load(q_ptr + at_query, mask=mask, other=0.0))
+    token, head, mask = _places(start_ptr, first, length, group, HALF, WIDTH, SHARING, BLOCK_P)
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, wide_layout(WIDTH)))[None, :]
+    q_smem.store(gl.load(q_ptr + (token * NUM_Q + head) * WIDTH + column, mask=mask, other=0.0))
     fence_async_shared()
 
     position = start + (ROWS * HALF + gl.arange(0, ROWS, gl.SliceLayout(1, scores))) // BLOCK_P
     acc = gl.zeros([ROWS, WIDTH], gl.float32, layout=outs)
     peak = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, scores))
     sums = (peak, gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, scores)))
+    queries = (q_smem, q_smem)
+    if HELD > 0:
+        held: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
+        queries = (q_smem, q_smem.slice(0, HELD, 1).load(held))
     if turns[0] > 0:
-        acc, sums = _attend(q_smem, keys, values, acc, sums, turns, last, position, span, HAS_FIRST_KEY, SLACK)
+        acc, sums = _attend(queries, keys, values, acc, sums, turns, last, position, span, HAS_FIRST_KEY, HELD, SLACK)
 
+    if HELD < 128:  # the compiler puts these aside itself where registers are short, or it would others in the loop
+        token, head, mask = _places(start_ptr, first, length, group, HALF, WIDTH, SHARING, BLOCK_P)
     total = gl.convert_layout(sums[1], gl.SliceLayout(1, outs))[:, None]
     divisor = total
     if HAS_GATE:  # through shared memory, as reading it in the layout of `acc` would take many small reads
-        at_gate = (at * gate_stride + head * WIDTH)[:, None] + column[None, :]
-        q_smem.store(gl.load(gate_ptr + at_gate, mask=mask, other=0.0))
+        q_smem.store(gl.load(gate_ptr + token * gate_stride + head * WIDTH + column, mask=mask, other=0.0))
         divisor = total * (1.0 + gl.exp2(q_smem.load(outs).to(gl.float32) * -LOG2_E))
     out = gl.where(total == 0.0, 0.0, acc * _reciprocal(divisor))  # also where the gate of a padding row is NaN
     q_smem.store(out.to(q_smem.dtype))
-    gl.store(out_ptr + at_query, q_smem.load(wide), mask=mask)
+    gl.store(out_ptr + (token * NUM_Q + head) * WIDTH + column, q_smem.load(wide_layout(WIDTH)), mask=mask)
 
 
 @gluon.jit
@@ -305,9 +358,11 @@ def hopper_kernel(
     SHARING: gl.constexpr,
     BLOCK_P: gl.constexpr,
     KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
     HAS_FIRST_KEY: gl.constexpr,
     HAS_GATE: gl.constexpr,
+    HELD: gl.constexpr,
     SLACK: gl.constexpr,
 ):
     """q [T, H, D] and out the same, of the segment; cu int32 [rows + 1]; descriptors of [tokens of the pool, G * D]."""
@@ -343,21 +398,21 @@ def hopper_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q0_smem = gl.allocate_shared_memory(dtype, [ROWS, WIDTH], shared)
     q1_smem = gl.allocate_shared_memory(dtype, [ROWS, WIDTH], shared)
-    keys = _buffers(dtype, STAGES, KEYS, WIDTH)
-    values = _buffers(dtype, STAGES, KEYS, WIDTH)
+    keys = _buffers(dtype, K_STAGES, KEYS, WIDTH)
+    values = _buffers(dtype, V_STAGES, KEYS, WIDTH)
     fence_async_shared()
-    tile = (first_token, first, length, start, group)
+    tile = (cu_ptr + row, first, length, start, group)
     turns = (num_blocks, num_late, num_full)
     span = (context, first_key, scale * LOG2_E)
     gl.warp_specialize(
         [
             (_consume, (
                 q_ptr, gate_ptr, out_ptr, gate_stride, q0_smem, keys, values, tile, turns, last, span,
-                0, NUM_Q, SHARING, BLOCK_P, HAS_FIRST_KEY, HAS_GATE, SLACK,
+                0, NUM_Q, SHARING, BLOCK_P, HAS_FIRST_KEY, HAS_GATE, HELD, SLACK,
             )),
             (_consume, (
                 q_ptr, gate_ptr, out_ptr, gate_stride, q1_smem, keys, values, tile, turns, last, span,
-                1, NUM_Q, SHARING, BLOCK_P, HAS_FIRST_KEY, HAS_GATE, SLACK,
+                1, NUM_Q, SHARING, BLOCK_P, HAS_FIRST_KEY, HAS_GATE, HELD, SLACK,
             )),
             (_produce, (k_desc, v_desc, keys, values, table_ptr, group * WIDTH, last, num_blocks)),
         ],
@@ -403,6 +458,7 @@ def chunk(
     hopper_kernel[(num_kv, q_THD.shape[0] // (2 * ROWS.value // block_p) + rows)](
         k_desc, v_desc, q_THD, gate_TX, segment.cu_seqlens, table, context, first_key, out_THD,
         rows, table.stride(0), gate_TX.stride(0), scale,
-        NUM_Q=num_q, WIDTH=width, SHARING=sharing, BLOCK_P=block_p, KEYS=BLOCK, STAGES=config.stages,
-        HAS_FIRST_KEY=layout.first_key is not None, HAS_GATE=has_gate, SLACK=config.slack, num_warps=4,
+        NUM_Q=num_q, WIDTH=width, SHARING=sharing, BLOCK_P=block_p, KEYS=BLOCK,
+        K_STAGES=config.key_stages, V_STAGES=config.value_stages, HAS_FIRST_KEY=layout.first_key is not None,
+        HAS_GATE=has_gate, HELD=config.held, SLACK=config.slack, num_warps=4,
     )  # fmt: skip
