@@ -18,6 +18,7 @@ SHARED = {"sm_90": 227 << 10, "sm_80": 163 << 10, "gfx942": 64 << 10}
 TYPES = {0: "*bf16", 1: "*fp8e4nv", 2: "*u8"}
 WAYS = {"sm_90": 1, "sm_80": 2, "gfx942": 2}
 """How each sees e4m3."""
+CHOSEN = choose_tiles(11 * 8192, 513, True, SHARED["sm_90"], roles=True)
 SHAPE: dict[str, Any] = {"WIDTH": 2048, "INNER": 512}
 
 
@@ -69,6 +70,12 @@ def test_groups(target: str, quantized: bool) -> None:
                 assert found.registers <= (255 if full else 200)
 
 
+def test_warps_have_roles_where_experts_have_many_pairs() -> None:
+    sizes = [choose_tiles(11 * t, 513, True, SHARED["sm_90"], True).pairs for t in (256, 1024, 1490, 1500, 2048, 8192)]
+    assert sizes == [16, 32, 32, 192, 192, 192]
+    assert choose_tiles(11 * 8192, 513, False, SHARED["sm_90"], True).roles == 0, "weights that are not quantised"
+
+
 def test_warps_with_roles() -> None:
     boxes = "tensordesc<fp8e4nv[{}, 128],{!r}>"
     signature = signature_of(1, True, "*bf16")
@@ -76,13 +83,13 @@ def test_warps_with_roles() -> None:
         TARGETS["sm_90"],
         triton_roles.gate_up_kernel,
         signature | {"w_desc": boxes.format(64, triton_roles.STAGES.value)},
-        SHAPE | {"K": 11, "TYPE": gl.bfloat16, "S": 4},
+        SHAPE | {"K": 11, "TYPE": gl.bfloat16, "S": CHOSEN.stages},
     )
     down = compile_for(
         TARGETS["sm_90"],
         triton_roles.down_kernel,
         signature | {"w_desc": boxes.format(128, triton_roles.STAGES.value)},
-        SHAPE | {"COLUMNS": 8, "S": 6},
+        SHAPE | {"COLUMNS": CHOSEN.roles, "S": CHOSEN.down_stages},
     )
     for found, num_boxes in ((gate_up, 2), (down, 1)):
         assert (found.spilled <= 128, found.shared <= SHARED["sm_90"]) == (True, True), found

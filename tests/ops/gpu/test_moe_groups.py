@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from deltaserve.ops.gpu import properties
 from deltaserve.ops.linear import reference
 from deltaserve.ops.linear.triton_fp8 import quantize_rows
-from deltaserve.ops.moe.triton_groups import Tiles, choose_tiles, down, gate_up
+from deltaserve.ops.moe.triton_groups import Tiles, choose_tiles, down, gate_up, has_roles
 from deltaserve.ops.moe.triton_members import add_up, group
 from tests.ops.guarded import guarded, relative
 
@@ -69,7 +69,7 @@ def test_each_product(tokens: int) -> None:
     w2, s2 = reference.quantize_weight(torch.randn(EXPERTS, WIDTH, INNER, device=CUDA) / INNER**0.5)
     x = torch.randn(tokens, WIDTH, device=CUDA).bfloat16()
     ids, weights = ids_of(tokens, EXPERTS, TOP_K, True), torch.rand(tokens, TOP_K, device=CUDA)
-    chosen = choose_tiles(ids.numel(), EXPERTS, True, properties(CUDA).shared_bytes)
+    chosen = choose_tiles(ids.numel(), EXPERTS, True, properties(CUDA).shared_bytes, has_roles(x, ids.numel(), INNER))
     steps = Tiles(64, 128, 128, stages=5, ready=True, down_warps=8, down_stages=3, step=64)
     cuts = [chosen, Tiles(16, 128, 128, ready=True), steps]
     if properties(CUDA).is_hopper:

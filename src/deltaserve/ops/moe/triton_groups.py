@@ -201,16 +201,25 @@ def down_kernel(
     tl.store(y_ptrs, y, mask=kept_t[:, None] & kept_o[None, :])
 
 
-def choose_tiles(pairs: int, num_experts: int, quantized: bool, shared_bytes: int) -> Tiles:
+def has_roles(x_TD: Tensor, pairs: int, inner: int) -> bool:
+    """Whether `triton_roles` can compute a layer of quantised experts with these inputs."""
+    width = x_TD.shape[1]
+    fits = (width % 128, inner % 128) == (0, 0) and pairs * max(width, inner) < 1 << 31
+    return fits and x_TD.element_size() == 2 and properties(x_TD.device).is_hopper
+
+
+def choose_tiles(pairs: int, num_experts: int, quantized: bool, shared_bytes: int, roles: bool = False) -> Tiles:
     """By the pairs that an expert has on average: few make a stream of weights, many a product. Fewer stages and
-    smaller tiles where shared memory is small, and e4m3 is widened in registers."""
+    smaller tiles where shared memory is small, and e4m3 is widened in registers. `roles` as `has_roles` says."""
     mean, large = pairs / num_experts, shared_bytes > 200 << 10
     if mean <= 8:
         return Tiles(16, 128, 128, ready=True) if quantized and large else Tiles(16, 64, 64, stages=3 if large else 2)
     if not (quantized and large):
         return Tiles(32 if mean <= 24 or not large else 64, 64, 64, stages=3 if large else 2)
-    if mean <= 24:
+    if mean <= (32 if roles else 24):
         return Tiles(32, 128, 128, ready=True)
+    if roles:
+        return Tiles(192, 128, 128, stages=4, ready=True, down_stages=6, roles=8)
     # Three programs of `down` share a multiprocessor: one's products hide another's rest.
     return Tiles(64, 128, 128, warps=8, ready=True, down_warps=4, down_stages=3, down_registers=168)
 
@@ -349,7 +358,8 @@ def grouped(
     """
     num_experts, pairs = w2.shape[0], ids_TK.numel()
     if tiles is None:
-        tiles = choose_tiles(pairs, num_experts, w13_scale is not None, properties(x_TD.device).shared_bytes)
+        shared_bytes, roles = properties(x_TD.device).shared_bytes, has_roles(x_TD, pairs, w2.shape[2])
+        tiles = choose_tiles(pairs, num_experts, w13_scale is not None, shared_bytes, roles)
     if len(ids_TK) <= tiles.pairs == 16:
         tables = same(ids_TK, count)
     else:
