@@ -23,7 +23,8 @@ OF_EVERYDAY = ("change", "groups", "share", "compare", "money", "rates", "misc",
 OF_HOME = ("a_kitchen", "a_shopping", "a_school", "a_animals", "a_sports", "a_travel", "a_home", "a_brief", "a_mixed")
 OF_WORK = ("b_take", "b_add", "b_times", "b_divide", "b_compare", "b_steps", "b_wide", "b_long")
 OF_PLAIN = ("d_start", "d_compare", "d_share", "d_time", "d_money", "d_story")
-FILES = (*OF_EVERYDAY, *OF_HOME, *OF_WORK, *OF_PLAIN)
+OF_TWINS = ("c_part", "c_none", "c_sums", "c_facts", "c_chain")
+FILES = (*OF_EVERYDAY, *OF_HOME, *OF_WORK, *OF_PLAIN, *OF_TWINS)
 CURRENCIES = [("$", "dollars")] * 5 + [("", "dollars"), ("", "euros"), ("", "euros"), ("", "pounds"), ("", "cents")]
 PHRASES = {
     "+": "Adding {0} gives {1} {2}.",
