@@ -59,7 +59,7 @@ def test_both_products(kernels: ModuleType, numbers: list[int], stages: int) -> 
         y = torch.empty(pairs, WIDTH)
         tables = members, owners, count
         kernels.gate_up(x_q, x_scale.t().contiguous().t(), w13, s13, h, h_scale, *tables, TOP_K, torch.float16, stages)
-        kernels.down(h, h_scale, w2, s2, weights, y, *tables, 1 if stages == 2 else 8, stages)
+        kernels.down(h, h_scale, w2, s2, weights, y, *tables, stages)
     x = reference.dequantize_rows(x_q, x_scale, torch.float64)[torch.arange(pairs) // TOP_K]
     made = reference.dequantize_rows(h, h_scale, torch.float64)
     expected, summed = torch.empty_like(made), torch.empty(pairs, WIDTH, dtype=torch.float64)

@@ -146,13 +146,11 @@ EARLY_PAIRS = (
 )
 READY: Cut = {"pairs": 64, "inner": 128, "outputs": 128, "ready": True}
 FEW: tuple[Cut, ...] = ({}, {"stages": 2}, {"stages": 4}, {"outputs": 64})
-ROLES: Cut = {"pairs": 192, "roles": 8, "stages": 4, "down_stages": 6}
+ROLES: Cut = {"pairs": 192, "roles": True, "stages": 4, "down_stages": 6}
 GATE_UP: tuple[Cut, ...] = ({"warps": 8, "stages": 3}, ROLES, ROLES | {"stages": 3})
 DOWN: tuple[Cut, ...] = (
     {"down_stages": 3, "down_registers": 168},
     ROLES,
-    ROLES | {"roles": 4},
-    ROLES | {"roles": 16},
     ROLES | {"down_stages": 4},
 )
 MANY: tuple[Cut, ...] = ({"warps": 8, "down_warps": 4, "down_stages": 3, "down_registers": 168}, ROLES)

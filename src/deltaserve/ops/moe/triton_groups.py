@@ -48,8 +48,8 @@ class Tiles:
     down_registers: int = 0
     step: int = 128
     """Inputs that `gate_up` multiplies at once, of a quantised weight."""
-    roles: int = 0
-    """Blocks of outputs that `down` computes at once where warps have roles (`triton_roles`, which needs Hopper)."""
+    roles: bool = False
+    """Whether warps have roles (`triton_roles`, which needs Hopper)."""
 
 
 @triton.jit(do_not_specialize=["pairs", "stride"])
@@ -219,7 +219,7 @@ def choose_tiles(pairs: int, num_experts: int, quantized: bool, shared_bytes: in
     if mean <= (32 if roles else 24):
         return Tiles(32, 128, 128, ready=True)
     if roles:
-        return Tiles(192, 128, 128, stages=4, ready=True, down_stages=6, roles=8)
+        return Tiles(192, 128, 128, stages=4, ready=True, down_stages=6, roles=True)
     # Three programs of `down` share a multiprocessor: one's products hide another's rest.
     return Tiles(64, 128, 128, warps=8, ready=True, down_warps=4, down_stages=3, down_registers=168)
 
@@ -303,7 +303,7 @@ def down(
 
         assert h_scale is not None, f"moe: {tiles} of inner columns that are not quantised"
         args = h, h_scale, w2, w2_scale, weights_TK, y_PD, *tables
-        triton_roles.down(*args, tiles.roles, tiles.down_stages or tiles.stages)
+        triton_roles.down(*args, tiles.down_stages or tiles.stages)
         return y_PD
     down_kernel[(len(tables[1]) * triton.cdiv(width, tiles.outputs),)](
         h,

@@ -3,21 +3,19 @@
 Tiles of 64 pairs read each weight anew, and the cache's rate bounds them. Here a tile has 192 pairs, all of most
 experts: three groups of 4 warps multiply 64 each with the same weights in shared memory, and 4 more fetch: weights as
 boxes, rows of inputs 16 bytes a thread. While one group adds a block's product up, the others keep the matrix units
-busy. A group without pairs only counts along. One program a multiprocessor goes through the items of work, and what it
+busy. A group without pairs only counts along. One program a multiprocessor goes through its items of work, and what it
 needs next is on its way.
 
 `gate_up`: an item is a tile and a block of 128 inner columns, made in halves of 64 rows of gate and 64 of up, as no
-more fits registers; the first half waits in shared memory, rounded. `down`: an item is a tile and some blocks of 128
-outputs; all inner columns of the tile stay in shared memory while weights stream past. Weights are e4m3, and sizes are
-multiples of 128.
+more fits registers; the first half waits in shared memory, rounded. Programs take items in turn. `down`: each program
+has the same number of blocks of 128 outputs, in a row, be they of one tile or of several; all inner columns of a tile
+stay in shared memory while weights stream past. Weights are e4m3, and sizes are multiples of 128.
 
 Stages of shared memory are handed over by barriers: `full` counts the fetching threads and the boxes' bytes, `empty`
 the groups. A side waits for the phase that it reaches next, the fetching side at first for one that counts as over.
 """
 
 from __future__ import annotations
-
-import math
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -256,31 +254,36 @@ def gate_up_kernel(
 
 
 @gluon.jit
-def fetch_down(
-    w_desc,
-    h_ptr,
-    tables,
-    stages,
-    WIDTH: gl.constexpr,
-    INNER: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    S: gl.constexpr,
-):
-    members_ptr, experts_ptr, items = tables
+def share_of(tables, BLOCKS: gl.constexpr):
+    """The blocks of outputs that are this program's, counted over all tiles: as many as any other's, in a row."""
+    blocks = tables[2] * BLOCKS
+    return gl.program_id(0) * blocks // gl.num_programs(0), (gl.program_id(0) + 1) * blocks // gl.num_programs(0)
+
+
+@gluon.jit
+def share_of_tile(begin, end, tile, BLOCKS: gl.constexpr):
+    """Those of one tile, from the first up to the last."""
+    return gl.maximum(begin - tile * BLOCKS, 0), gl.minimum(end - tile * BLOCKS, BLOCKS)
+
+
+@gluon.jit
+def fetch_down(w_desc, h_ptr, tables, stages, WIDTH: gl.constexpr, INNER: gl.constexpr, S: gl.constexpr):
+    members_ptr, experts_ptr, _ = tables
     w, w_full, w_empty, h, h_full, h_empty = stages
     NUM: gl.constexpr = INNER // 128
-    PARTS: gl.constexpr = WIDTH // 128 // COLUMNS
+    BLOCKS: gl.constexpr = WIDTH // 128
+    begin, end = share_of(tables, BLOCKS)
     stage, phase, h_phase = 0, 1, 1
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile = item // PARTS
-        row = gl.load(experts_ptr + tile) * WIDTH + item % PARTS * (COLUMNS * 128)
+    for tile in range(begin // BLOCKS, (end + BLOCKS - 1) // BLOCKS):
+        first, last = share_of_tile(begin, end, tile, BLOCKS)
+        row = gl.load(experts_ptr + tile) * WIDTH
         pair_0, kept_0 = members_of(members_ptr, tile * 192, gl.SliceLayout(1, BYTES))
         pair_1, kept_1 = members_of(members_ptr, tile * 192 + 64, gl.SliceLayout(1, BYTES))
         pair_2, kept_2 = members_of(members_ptr, tile * 192 + 128, gl.SliceLayout(1, BYTES))
         from_0, from_1, from_2 = offsets_of(pair_0, INNER), offsets_of(pair_1, INNER), offsets_of(pair_2, INNER)
-        for column in range(COLUMNS):
+        for column in range(first, last):
             for block in range(NUM):
-                if column == 0:
+                if column == first:
                     mbarrier.wait(h_empty.index(block), h_phase)
                     fetch(h.index(3 * block), h_ptr + block * 128 + from_0, mask=kept_0[:, None])
                     fetch(h.index(3 * block + 1), h_ptr + block * 128 + from_1, mask=kept_1[:, None])
@@ -304,39 +307,48 @@ def multiply_down(
     GROUP: gl.constexpr,
     WIDTH: gl.constexpr,
     INNER: gl.constexpr,
-    COLUMNS: gl.constexpr,
     S: gl.constexpr,
 ):
-    members_ptr, experts_ptr, items = tables
+    members_ptr, experts_ptr, _ = tables
     w, w_full, w_empty, h, h_full, h_empty = stages
     NUM: gl.constexpr = INNER // 128
-    PARTS: gl.constexpr = WIDTH // 128 // COLUMNS
+    BLOCKS: gl.constexpr = WIDTH // 128
+    begin, end = share_of(tables, BLOCKS)
     zero = gl.zeros([64, 128], gl.float32, PRODUCT)
     stage, phase, h_phase = 0, 0, 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, part = item // PARTS, item % PARTS
+    for tile in range(begin // BLOCKS, (end + BLOCKS - 1) // BLOCKS):
+        first, last = share_of_tile(begin, end, tile, BLOCKS)
         start = tile * 192 + GROUP * 64
         filled = gl.load(members_ptr + start) >= 0
-        w_scale_ptrs = w_scale_ptr + (gl.load(experts_ptr + tile) * (WIDTH // 128) + part * COLUMNS) * NUM
+        w_scale_ptrs = w_scale_ptr + gl.load(experts_ptr + tile) * (BLOCKS * NUM)
         pair, _kept = members_of(members_ptr, start, gl.SliceLayout(1, PRODUCT))
         weight = gl.load(weights_ptr + pair)
         h_scale_ptrs = h_scale_ptr + pair * NUM
         out_pair, out_kept = members_of(members_ptr, start, gl.SliceLayout(1, OUTPUTS))
-        o = gl.arange(0, 128, gl.SliceLayout(0, OUTPUTS)) + part * (COLUMNS * 128)
+        o = gl.arange(0, 128, gl.SliceLayout(0, OUTPUTS))
         y_ptrs = y_ptr + out_pair.to(gl.int64)[:, None] * WIDTH + o[None, :]
-        for column in range(COLUMNS):
+        # Scales are loaded a block ahead; behind a tile's last block of outputs comes its first one again.
+        h_scale, w_scale = gl.load(h_scale_ptrs), gl.load(w_scale_ptrs + first % BLOCKS * NUM)
+        for column in range(first, last):
             acc = gl.zeros([64, 128], gl.float32, PRODUCT)
             for block in range(NUM):
                 mbarrier.wait(h_full.index(block), h_phase)
                 mbarrier.wait(w_full.index(stage), phase)
                 if filled:
-                    scale = gl.load(h_scale_ptrs + block) * gl.load(w_scale_ptrs + column * NUM + block)
                     product = warpgroup_mma(
                         h.index(3 * block + GROUP), w.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
                     )
-                    acc += warpgroup_mma_wait(0, [product]) * scale[:, None]
-                mbarrier.arrive(w_empty.index(stage))
-                mbarrier.arrive(h_empty.index(block), pred=column == COLUMNS - 1)
+                    scale = (h_scale * w_scale)[:, None]
+                    following = column * NUM + block + 1
+                    h_scale = gl.load(h_scale_ptrs + following % NUM)
+                    w_scale = gl.load(w_scale_ptrs + following % (BLOCKS * NUM))
+                    product = warpgroup_mma_wait(0, [product])
+                    mbarrier.arrive(w_empty.index(stage))
+                    acc += product * scale
+                else:
+                    mbarrier.arrive(w_empty.index(stage))
+                if column == last - 1:
+                    mbarrier.arrive(h_empty.index(block))
                 stage, phase = next_stage(stage, phase, S)
             if filled:
                 y = gl.convert_layout((acc * weight[:, None]).to(y_ptr.dtype.element_ty), OUTPUTS)
@@ -347,31 +359,30 @@ def multiply_down(
 @gluon.jit
 def down_kernel(
     w_desc, h_ptr, h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, members_ptr, experts_ptr, count_ptr,
-    WIDTH: gl.constexpr, INNER: gl.constexpr, COLUMNS: gl.constexpr, S: gl.constexpr,
+    WIDTH: gl.constexpr, INNER: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     NUM: gl.constexpr = INNER // 128
     w = gl.allocate_shared_memory(gl.float8e4nv, [S, 128, 128], STAGES)
     h = gl.allocate_shared_memory(gl.float8e4nv, [3 * NUM, 64, 128], STAGES)
     w_full, w_empty = barriers(1, S)
     h_full, h_empty = barriers(128, NUM)
-    items = gl.load(count_ptr) * (WIDTH // 128 // COLUMNS)
-    tables = (members_ptr, experts_ptr, items)
+    tables = (members_ptr, experts_ptr, gl.load(count_ptr))
     stages = (w, w_full, w_empty, h, h_full, h_empty)
     gl.warp_specialize(
         [
             (
                 multiply_down,
-                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 0, WIDTH, INNER, COLUMNS, S),
+                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 0, WIDTH, INNER, S),
             ),
             (
                 multiply_down,
-                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 1, WIDTH, INNER, COLUMNS, S),
+                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 1, WIDTH, INNER, S),
             ),
             (
                 multiply_down,
-                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 2, WIDTH, INNER, COLUMNS, S),
+                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 2, WIDTH, INNER, S),
             ),
-            (fetch_down, (w_desc, h_ptr, tables, stages, WIDTH, INNER, COLUMNS, S)),
+            (fetch_down, (w_desc, h_ptr, tables, stages, WIDTH, INNER, S)),
         ],
         [4, 4, 4],
         [160, 160, 32],
@@ -436,11 +447,9 @@ def down(
     members: Tensor,
     experts: Tensor,
     count: Tensor,
-    columns: int,
     stages: int,
 ) -> None:
-    """h as `gate_up` makes it, w2 as `triton_groups.down` takes it; fills y [pairs, D]. An item has `columns` blocks of
-    outputs, or fewer if that does not divide them."""
+    """h as `gate_up` makes it, w2 as `triton_groups.down` takes it; fills y [pairs, D]."""
     width, inner = y_PD.shape[1], h.shape[1]
     check(len(h), width, inner)
     down_kernel[(properties(h.device).num_sms,)](
@@ -455,7 +464,6 @@ def down(
         count,
         WIDTH=width,
         INNER=inner,
-        COLUMNS=math.gcd(columns, width // 128),
         S=stages,
         num_warps=4,
     )
