@@ -13,6 +13,7 @@ from torch import Tensor
 
 import deltaserve.ops.attention
 from deltaserve.ops.attention import reference
+from deltaserve.ops.attention.triton_chunk import HopperConfig
 from deltaserve.ops.norm.reference import gemma_rms_norm
 from deltaserve.ops.rope.reference import apply_rope
 from tests.ops.attention_rows import EPS, Rows
@@ -47,7 +48,7 @@ def run(kernels: ModuleType, rows: Rows, config: dict[str, int], gate: bool = Tr
     (segment,) = rows.layout.segments
     kernels.chunk(
         q.contiguous(), rows.gate if gate else None, out, rows.pool, rows.layout, segment, rows.scale,
-        kernels.HopperConfig(**config),
+        HopperConfig(**config),
     )  # fmt: skip
     return out.flatten(1)
 

@@ -24,10 +24,11 @@ STEP_CONFIGS = [
     (64, 4, 3, 4), (64, 8, 3, 4), (64, 8, 2, 4),
 ]  # fmt: skip
 """Keys, warps, stages, units per multiprocessor."""
-CHUNK_CONFIGS = [(128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)]
-"""Queries, keys, warps, stages."""
-HOPPER_CONFIGS = [(2, 2, 0, 0), (2, 2, 8, 0), (2, 2, 8, 64), (2, 2, 0, 128), (2, 2, 8, 128), (3, 2, 8, 0)]
-"""Buffers of keys and of values, slack, columns held."""
+CHUNK_CONFIGS = [
+    ("ChunkConfig", (128, 64, 8, 2)), ("HopperConfig", (2, 2, 0, 0)), ("HopperConfig", (2, 2, 8, 0)),
+    ("HopperConfig", (2, 2, 8, 64)), ("HopperConfig", (2, 2, 8, 128)), ("HopperConfig", (3, 2, 8, 0)),
+]  # fmt: skip
+"""As `triton_chunk` defines them."""
 CHUNKS = [(0, 1024), (0, 8192), (24_576, 8192)]
 """Tokens before the chunk and in it."""
 
@@ -70,21 +71,13 @@ class Inputs:
         chosen = triton_step.StepConfig(*config)
         return lambda: triton_step.step(q, self.gate, out, self.pool, layout, layout.segments[0], SCALE, chosen)
 
-    def chunk(self, config: tuple[int, int, int, int]) -> Callable[[], None]:
+    def chunk(self, kind: str, config: tuple[int, int, int, int]) -> Callable[[], None]:
         from deltaserve.ops.attention import triton_chunk
 
         q = self.enter()
         out, layout = torch.empty_like(q), self.layout
-        chosen = triton_chunk.ChunkConfig(*config)
+        chosen = getattr(triton_chunk, kind)(*config)
         return lambda: triton_chunk.chunk(q, self.gate, out, self.pool, layout, layout.segments[0], SCALE, chosen)
-
-    def hopper(self, config: tuple[int, int, int, int]) -> Callable[[], None]:
-        from deltaserve.ops.attention import triton_hopper
-
-        q = self.enter()
-        out, layout = torch.empty_like(q), self.layout
-        chosen = triton_hopper.HopperConfig(*config)
-        return lambda: triton_hopper.chunk(q, self.gate, out, self.pool, layout, layout.segments[0], SCALE, chosen)
 
 
 def flops_of(starts: Sequence[int], lengths: Sequence[int]) -> float:
@@ -134,14 +127,9 @@ def cases() -> list[Case]:
             title = f"step look-back {rows} x {context} {name}"
             starts, lengths = [context - 1] * rows, [1] * rows
             found.append(case_of(title, starts, lengths, rows, lambda x, config=config: x.step(config)))  # type: ignore[misc]
-    for config in CHUNK_CONFIGS:
-        name = "queries={} keys={} w{} s{}".format(*config)
+    for kind, config in CHUNK_CONFIGS:
+        name = "{} {},{},{},{}".format(kind, *config)
         for start, tokens in CHUNKS:
             title = f"chunk look-back {tokens} behind {start} {name}"
-            found.append(case_of(title, [start], [tokens], 0, lambda x, config=config: x.chunk(config)))  # type: ignore[misc]
-    for config in HOPPER_CONFIGS:
-        name = "hopper k{} v{} slack={} held={}".format(*config)
-        for start, tokens in CHUNKS:
-            title = f"chunk look-back {tokens} behind {start} {name}"
-            found.append(case_of(title, [start], [tokens], 0, lambda x, config=config: x.hopper(config)))  # type: ignore[misc]
+            found.append(case_of(title, [start], [tokens], 0, lambda x, how=(kind, config): x.chunk(*how)))  # type: ignore[misc]
     return found

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltaserve.ops.attention.triton_hopper import HopperConfig, chunk
+from deltaserve.ops.attention.triton_chunk import HopperConfig, chunk
 from deltaserve.ops.gpu import properties
 from tests.ops.attention_rows import Rows
 

@@ -35,6 +35,30 @@ class ChunkConfig(NamedTuple):
     stages: int
 
 
+class HopperConfig(NamedTuple):
+    """Of the kernel in `triton_hopper`, which says what these are for."""
+
+    key_stages: int = 2
+    value_stages: int = 2
+    """Buffers for blocks of keys and of values, 32 KiB each at a width of 256; 5 in all fit beside the queries."""
+    slack: int = 0
+    """By how many powers of two a maximum may lag behind; 0: none."""
+    held: int = 0
+    """Columns of the queries that stay in registers; 0: none. Products of queries and keys take what shared memory
+    gives, and half of that are queries."""
+
+
+HOPPER: HopperConfig | None = None
+"""What heads that `fit_hopper` use on such a GPU; None: the kernel of this file."""
+
+
+def fit_hopper(q_THD: Tensor, kv_pool: Tensor) -> bool:
+    """Whether `triton_hopper` takes such heads: a power of two from 64 to 256 wide, of 16 bits as the pool's."""
+    num_kv, width = kv_pool.shape[3:]
+    is_alike = q_THD.element_size() == 2 and q_THD.dtype == kv_pool.dtype
+    return width in (64, 128, 256) and q_THD.shape[1] // num_kv <= 128 and is_alike
+
+
 def choose(device: Properties, width: int, element_size: int) -> ChunkConfig:
     if element_size == 4:  # no matrix units: products are made of registers
         return ChunkConfig(16, 16, 4, 1) if width > 128 else ChunkConfig(32, 32, 4, 1)
@@ -219,7 +243,7 @@ def chunk(
     layout: Layout,
     segment: Segment,
     scale: float,
-    config: ChunkConfig | None = None,
+    config: ChunkConfig | HopperConfig | None = None,
 ) -> None:
     """Writes the segment's tokens of `out` [T, H, D]; q is the same shape, both contiguous; gate [T, H * D] before its
     sigmoid, or None. Keys and values of the step are in the pool already. Scores and sums are fp32.
@@ -229,7 +253,16 @@ def chunk(
     sharing = num_q // num_kv
     block_p = triton.next_power_of_2(sharing)
     block_d = max(16, triton.next_power_of_2(width))
-    config = config or choose(properties(q_THD.device), block_d, q_THD.element_size())
+    if config is None:
+        device = properties(q_THD.device)
+        goes_there = HOPPER is not None and device.is_hopper and fit_hopper(q_THD, kv_pool)
+        config = HOPPER if goes_there else choose(device, block_d, q_THD.element_size())
+    if isinstance(config, HopperConfig):
+        from deltaserve.ops.attention.triton_hopper import chunk as chunk_on_hopper
+
+        chunk_on_hopper(q_THD, gate_TX, out_THD, kv_pool, layout, segment, scale, config)
+        return
+    assert config is not None
     block_m = max(config.queries, block_p)
     rows = segment.row_end - segment.row_start
     q_THD, out_THD = segment.cut(q_THD), segment.cut(out_THD)

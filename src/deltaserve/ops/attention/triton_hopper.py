@@ -20,8 +20,6 @@ Shape letters: T tokens, H query heads, G key heads, D head width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -35,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from deltaserve.ops.attention.triton_chunk import HopperConfig, fit_hopper
 from deltaserve.ops.layout import BLOCK, Layout, Segment
 
 ROWS = gl.constexpr(64)
@@ -42,17 +41,6 @@ ROWS = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
 copy_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """Its name before Triton 3.7 and since."""
-
-
-class HopperConfig(NamedTuple):
-    key_stages: int = 2
-    value_stages: int = 2
-    """Buffers for blocks of keys and of values, 32 KiB each at a width of 256; 5 in all fit beside the queries."""
-    slack: int = 0
-    """By how many powers of two a maximum may lag behind; 0: none."""
-    held: int = 0
-    """Columns of the queries that stay in registers; 0: none. Products of queries and keys take what shared memory
-    gives, and half of that are queries."""
 
 
 @gluon.constexpr_function
@@ -81,10 +69,10 @@ def _copy(desc, buffers, block, column, turn, is_there):
 
 
 @gluon.jit
-def _produce(k_desc, v_desc, keys, values, table_ptr, column, last, num_blocks):
+def _produce(k_desc, v_desc, keys, values, table_ptr, column, last, num_blocks, has_block):
     """Copies blocks `last`, `last` - 1, ... in the order in which they are used: keys a turn before values."""
-    block = gl.load(table_ptr + last, mask=num_blocks > 0, other=0)
-    _copy(k_desc, keys, block, column, 0, num_blocks > 0)
+    block = gl.load(table_ptr + last, mask=has_block, other=0)
+    _copy(k_desc, keys, block, column, 0, True)
     next = gl.load(table_ptr + last - 1, mask=num_blocks > 1, other=0)
     for turn in range(num_blocks):
         _copy(k_desc, keys, next, column, turn + 1, turn + 1 < num_blocks)
@@ -218,7 +206,7 @@ def _attend(
     queries, keys, values, acc, sums, turns, last, position, span,
     HAS_FIRST_KEY: gl.constexpr, HELD: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
-    """All turns of a group: `acc` and the running maximum and sum at their end."""
+    """All turns of a group: `acc`, whose last product is under way, and the running maximum and sum."""
     num_blocks, num_late, num_full = turns
     k_smem, k_ready, k_free = keys
     v_smem, v_ready, _ = values
@@ -238,27 +226,14 @@ def _attend(
     turn = num_blocks - 1
     if HAS_FIRST_KEY:
         acc, weight, fade, sums = _walk(
-            queries,
-            keys,
-            values,
-            acc,
-            weight,
-            fade,
-            sums,
-            num_full,
-            num_blocks,
-            last,
-            position,
-            span,
-            True,
-            HELD,
-            SLACK,
-        )
+            queries, keys, values, acc, weight, fade, sums, num_full, num_blocks, last, position, span,
+            True, HELD, SLACK,
+        )  # fmt: skip
         _clear(values, turn, (last - turn) * KEYS, span)
     acc = _fade(acc, fade, 0)
     operand = gl.convert_layout(weight.to(k_smem.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
     mbarrier.wait(v_ready.index(turn % STAGES), (turn // STAGES) & 1)
-    return warpgroup_mma(operand, v_smem.index(turn % STAGES), acc), sums
+    return warpgroup_mma(operand, v_smem.index(turn % STAGES), acc, is_async=True), sums
 
 
 @gluon.jit
@@ -308,15 +283,16 @@ def _consume(
     if HELD > 0:
         held: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
         queries = (q_smem, q_smem.slice(0, HELD, 1).load(held))
-    if turns[0] > 0:
-        acc, sums = _attend(queries, keys, values, acc, sums, turns, last, position, span, HAS_FIRST_KEY, HELD, SLACK)
+    acc, sums = _attend(queries, keys, values, acc, sums, turns, last, position, span, HAS_FIRST_KEY, HELD, SLACK)
 
     if HELD < 128:  # the compiler puts these aside itself where registers are short, or it would others in the loop
         token, head, mask = _places(start_ptr, first, length, group, HALF, WIDTH, SHARING, BLOCK_P)
-    total = gl.convert_layout(sums[1], gl.SliceLayout(1, outs))[:, None]
-    divisor = total
     if HAS_GATE:  # through shared memory, as reading it in the layout of `acc` would take many small reads
         q_smem.store(gl.load(gate_ptr + token * gate_stride + head * WIDTH + column, mask=mask, other=0.0))
+    acc = warpgroup_mma_wait(0, [acc])
+    total = gl.convert_layout(sums[1], gl.SliceLayout(1, outs))[:, None]
+    divisor = total
+    if HAS_GATE:
         divisor = total * (1.0 + gl.exp2(q_smem.load(outs).to(gl.float32) * -LOG2_E))
     out = gl.where(total == 0.0, 0.0, acc * _reciprocal(divisor))  # also where the gate of a padding row is NaN
     q_smem.store(out.to(q_smem.dtype))
@@ -383,14 +359,15 @@ def hopper_kernel(
     context = gl.load(context_ptr + row)
     table_ptr += row.to(gl.int64) * table_stride
 
-    # Blocks `last` down to first_key // KEYS; turns before `num_late` and from `num_full` on are masked.
+    # Blocks `last` down to first_key // KEYS; turns before `num_late` and from `num_full` on are masked. There is a
+    # turn where no key is seen, too: a padding row has no block, and takes any.
     start = context - length + first
     last = (gl.minimum(start + TILE, context) - 1) // KEYS
-    num_blocks = gl.where((first < length) & (context > 0), last + 1, 0)
+    num_blocks = gl.where(first < length, last + 1, 1)
     first_key = gl.to_tensor(0)
     if HAS_FIRST_KEY:
         first_key = gl.load(first_key_ptr + row)
-        num_blocks = gl.maximum(num_blocks - first_key // KEYS, 0)
+        num_blocks = gl.maximum(num_blocks - first_key // KEYS, 1)
     num_late = gl.minimum(gl.maximum(last + 1 - (start + 1) // KEYS, 1), num_blocks)
     num_full = gl.maximum(num_blocks - 1, num_late) if HAS_FIRST_KEY else num_blocks
 
@@ -414,18 +391,11 @@ def hopper_kernel(
                 q_ptr, gate_ptr, out_ptr, gate_stride, q1_smem, keys, values, tile, turns, last, span,
                 1, NUM_Q, SHARING, BLOCK_P, HAS_FIRST_KEY, HAS_GATE, HELD, SLACK,
             )),
-            (_produce, (k_desc, v_desc, keys, values, table_ptr, group * WIDTH, last, num_blocks)),
+            (_produce, (k_desc, v_desc, keys, values, table_ptr, group * WIDTH, last, num_blocks, context > 0)),
         ],
         [4, 1],
         [240, 24],
     )  # fmt: skip
-
-
-def computes(q_THD: Tensor, kv_pool: Tensor) -> bool:
-    """Whether the kernel takes such heads: a power of two from 64 to 256 wide, 16 bits an element, as in the pool."""
-    num_kv, width = kv_pool.shape[3:]
-    fits = width in (64, 128, 256) and q_THD.shape[1] // num_kv <= 2 * ROWS.value
-    return fits and q_THD.element_size() == 2 and q_THD.dtype == kv_pool.dtype
 
 
 def chunk(
@@ -438,12 +408,12 @@ def chunk(
     scale: float,
     config: HopperConfig,
 ) -> None:
-    """What `triton_chunk.chunk` does, for heads that it `computes`."""
+    """What `triton_chunk.chunk` does, for heads that `fit_hopper`."""
     num_kv, width = kv_pool.shape[3:]
     num_q = q_THD.shape[1]
     sharing = num_q // num_kv
     block_p = triton.next_power_of_2(sharing)
-    assert computes(q_THD, kv_pool), (
+    assert fit_hopper(q_THD, kv_pool), (
         f"attention: no Hopper kernel for {num_q} heads of {width} on {num_kv}, {q_THD.dtype}"
     )
     rows = segment.row_end - segment.row_start
