@@ -68,6 +68,16 @@ def instructions(found: Resources) -> str:
     return _told("nvdisasm", "--print-code", found.cubin)
 
 
+def innermost_loops(code: str) -> list[str]:
+    """Of `instructions`: from a label to the branch back to it, without other such branches inside."""
+    lines = code.splitlines()
+    labels = {found.group(1): at for at, line in enumerate(lines) if (found := re.match(r"(\.L_\w+):", line))}
+    jumps = [(at, found.group(1)) for at, line in enumerate(lines) if (found := re.search(r"BRA.*\((\.L_\w+)\)", line))]
+    backward = [(labels[label], at) for at, label in jumps if labels.get(label, at) < at]
+    inner = [(a, b) for a, b in backward if not any(a <= c and d < b for c, d in backward if (c, d) != (a, b))]
+    return ["\n".join(lines[first : last + 1]) for first, last in inner]
+
+
 def _told(tool: str, flag: str, cubin: bytes) -> str:
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
