@@ -147,13 +147,17 @@ EARLY_PAIRS = (
 READY: Cut = {"pairs": 64, "inner": 128, "outputs": 128, "ready": True}
 FEW: tuple[Cut, ...] = ({}, {"stages": 2}, {"stages": 4}, {"outputs": 64})
 ROLES: Cut = {"pairs": 192, "roles": True, "stages": 4, "down_stages": 6}
-GATE_UP: tuple[Cut, ...] = ({"warps": 8, "stages": 3}, ROLES, ROLES | {"stages": 3})
-DOWN: tuple[Cut, ...] = (
-    {"down_stages": 3, "down_registers": 168},
-    ROLES,
-    ROLES | {"down_stages": 4},
-)
-MANY: tuple[Cut, ...] = ({"warps": 8, "down_warps": 4, "down_stages": 3, "down_registers": 168}, ROLES)
+NARROW: Cut = ROLES | {"pairs": 128}
+"""Two groups, and whole blocks of gate and up."""
+PLAIN: Cut = {"warps": 8, "down_warps": 4, "down_stages": 3, "down_registers": 168}
+MANY: dict[int, tuple[Cut, ...]] = {
+    1024: ({"pairs": 32}, NARROW),
+    2048: (ROLES, NARROW),
+    4096: (ROLES, NARROW),
+    8192: (PLAIN, ROLES),
+    16384: (ROLES, NARROW),
+}
+"""Cuts of the two products, by tokens."""
 
 
 def cases() -> list[Case]:
@@ -181,14 +185,8 @@ def cases() -> list[Case]:
         name = "few" + "".join(f" {key}={value}" for key, value in few.items())
         found.extend(case(name, tokens, groups_of(False, pairs=16, **few)) for tokens in (32, 128, 256))
     found.extend(case("early few", tokens, groups_of(True, pairs=16)) for tokens in (8, 32, 128))
-    for cut in GATE_UP:
-        found.append(product_case("gate_up", 8192, cut))
-    for cut in DOWN:
-        found.append(product_case("down", 8192, {"stages": 4} | cut))
-    for tokens in (2048, 4096, 16384):
-        for cut in MANY:
+    for tokens, cuts in MANY.items():
+        for cut in cuts:
             found.extend(product_case(name, tokens, cut) for name in ("gate_up", "down"))
-    for cut in ({"pairs": 32}, {"pairs": 32, "stages": 2}, {"pairs": 64, "stages": 2, "down_stages": 3}, ROLES):
-        found.extend(product_case(name, 1024, cut) for name in ("gate_up", "down"))
-    found.extend(case("layer, roles", tokens, groups_of(False, **ROLES)) for tokens in (4096, 8192, 16384))
+    found.extend(case("layer, tiles of 128", tokens, groups_of(False, **NARROW)) for tokens in (2048, 4096))
     return found

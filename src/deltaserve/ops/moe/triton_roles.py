@@ -34,7 +34,6 @@ from deltaserve.ops.gpu import properties
 
 SIZE = 192
 """Pairs of a tile."""
-GROUPS: gl.constexpr = gl.constexpr(3)
 fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 fetch_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
@@ -209,13 +208,13 @@ def multiply_gate_up(
 
 
 @gluon.jit
-def barriers(FULL: gl.constexpr, S: gl.constexpr):
-    """Of S stages: `full`, with so many arrivals, and `empty`."""
+def barriers(FULL: gl.constexpr, EMPTY: gl.constexpr, S: gl.constexpr):
+    """Of S stages: `full` and `empty`, with so many arrivals each."""
     full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(S):
         mbarrier.init(full.index(i), FULL)
-        mbarrier.init(empty.index(i), GROUPS)
+        mbarrier.init(empty.index(i), EMPTY)
     fence_async_shared()
     return full, empty
 
@@ -227,7 +226,7 @@ def gate_up_kernel(
 ):  # fmt: skip
     w = gl.allocate_shared_memory(gl.float8e4nv, [S, 128, 128], STAGES)
     x = gl.allocate_shared_memory(gl.float8e4nv, [3 * S, 64, 128], STAGES)
-    full, empty = barriers(129, S)
+    full, empty = barriers(129, 3, S)
     items = gl.load(count_ptr) * (INNER // 128)
     tables = (members_ptr, experts_ptr, items)
     halves = gl.allocate_shared_memory(TYPE, [3, 64, 64], HALVES)
@@ -267,7 +266,16 @@ def share_of_tile(begin, end, tile, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def fetch_down(w_desc, h_ptr, tables, stages, WIDTH: gl.constexpr, INNER: gl.constexpr, S: gl.constexpr):
+def fetch_down(
+    w_desc,
+    h_ptr,
+    tables,
+    stages,
+    PAIRS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    INNER: gl.constexpr,
+    S: gl.constexpr,
+):
     members_ptr, experts_ptr, _ = tables
     w, w_full, w_empty, h, h_full, h_empty = stages
     NUM: gl.constexpr = INNER // 128
@@ -277,9 +285,9 @@ def fetch_down(w_desc, h_ptr, tables, stages, WIDTH: gl.constexpr, INNER: gl.con
     for tile in range(begin // BLOCKS, (end + BLOCKS - 1) // BLOCKS):
         first, last = share_of_tile(begin, end, tile, BLOCKS)
         row = gl.load(experts_ptr + tile) * WIDTH
-        pair_0, kept_0 = members_of(members_ptr, tile * 192, gl.SliceLayout(1, BYTES))
-        pair_1, kept_1 = members_of(members_ptr, tile * 192 + 64, gl.SliceLayout(1, BYTES))
-        pair_2, kept_2 = members_of(members_ptr, tile * 192 + 128, gl.SliceLayout(1, BYTES))
+        pair_0, kept_0 = members_of(members_ptr, tile * PAIRS, gl.SliceLayout(1, BYTES))
+        pair_1, kept_1 = members_of(members_ptr, tile * PAIRS + 64, gl.SliceLayout(1, BYTES))
+        pair_2, kept_2 = members_of(members_ptr, tile * PAIRS + 128 % PAIRS, gl.SliceLayout(1, BYTES))
         from_0, from_1, from_2 = offsets_of(pair_0, INNER), offsets_of(pair_1, INNER), offsets_of(pair_2, INNER)
         for column in range(first, last):
             for block in range(NUM):
@@ -287,7 +295,8 @@ def fetch_down(w_desc, h_ptr, tables, stages, WIDTH: gl.constexpr, INNER: gl.con
                     mbarrier.wait(h_empty.index(block), h_phase)
                     fetch(h.index(3 * block), h_ptr + block * 128 + from_0, mask=kept_0[:, None])
                     fetch(h.index(3 * block + 1), h_ptr + block * 128 + from_1, mask=kept_1[:, None])
-                    fetch(h.index(3 * block + 2), h_ptr + block * 128 + from_2, mask=kept_2[:, None])
+                    if PAIRS == 192:
+                        fetch(h.index(3 * block + 2), h_ptr + block * 128 + from_2, mask=kept_2[:, None])
                     async_copy.mbarrier_arrive(h_full.index(block), increment_count=False)
                 mbarrier.wait(w_empty.index(stage), phase)
                 mbarrier.expect(w_full.index(stage), 128 * 128)
@@ -305,6 +314,7 @@ def multiply_down(
     tables,
     stages,
     GROUP: gl.constexpr,
+    PAIRS: gl.constexpr,
     WIDTH: gl.constexpr,
     INNER: gl.constexpr,
     S: gl.constexpr,
@@ -318,8 +328,9 @@ def multiply_down(
     stage, phase, h_phase = 0, 0, 0
     for tile in range(begin // BLOCKS, (end + BLOCKS - 1) // BLOCKS):
         first, last = share_of_tile(begin, end, tile, BLOCKS)
-        start = tile * 192 + GROUP * 64
-        filled = gl.load(members_ptr + start) >= 0
+        start = tile * PAIRS + GROUP * 64 % PAIRS
+        # A group behind the tile has no pairs: no number is that large, which the compiler does not know.
+        filled = gl.load(members_ptr + start) >= (0 if GROUP * 64 < PAIRS else 2147483647)
         w_scale_ptrs = w_scale_ptr + gl.load(experts_ptr + tile) * (BLOCKS * NUM)
         pair, _kept = members_of(members_ptr, start, gl.SliceLayout(1, PRODUCT))
         weight = gl.load(weights_ptr + pair)
@@ -359,30 +370,30 @@ def multiply_down(
 @gluon.jit
 def down_kernel(
     w_desc, h_ptr, h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, members_ptr, experts_ptr, count_ptr,
-    WIDTH: gl.constexpr, INNER: gl.constexpr, S: gl.constexpr,
+    PAIRS: gl.constexpr, WIDTH: gl.constexpr, INNER: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     NUM: gl.constexpr = INNER // 128
     w = gl.allocate_shared_memory(gl.float8e4nv, [S, 128, 128], STAGES)
     h = gl.allocate_shared_memory(gl.float8e4nv, [3 * NUM, 64, 128], STAGES)
-    w_full, w_empty = barriers(1, S)
-    h_full, h_empty = barriers(128, NUM)
+    w_full, w_empty = barriers(1, 3, S)
+    h_full, h_empty = barriers(128, 3, NUM)
     tables = (members_ptr, experts_ptr, gl.load(count_ptr))
     stages = (w, w_full, w_empty, h, h_full, h_empty)
     gl.warp_specialize(
         [
             (
                 multiply_down,
-                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 0, WIDTH, INNER, S),
+                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 0, PAIRS, WIDTH, INNER, S),
             ),
             (
                 multiply_down,
-                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 1, WIDTH, INNER, S),
+                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 1, PAIRS, WIDTH, INNER, S),
             ),
             (
                 multiply_down,
-                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 2, WIDTH, INNER, S),
+                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 2, PAIRS, WIDTH, INNER, S),
             ),
-            (fetch_down, (w_desc, h_ptr, tables, stages, WIDTH, INNER, S)),
+            (fetch_down, (w_desc, h_ptr, tables, stages, PAIRS, WIDTH, INNER, S)),
         ],
         [4, 4, 4],
         [160, 160, 32],
@@ -449,7 +460,8 @@ def down(
     count: Tensor,
     stages: int,
 ) -> None:
-    """h as `gate_up` makes it, w2 as `triton_groups.down` takes it; fills y [pairs, D]."""
+    """h as `gate_up` makes it, w2 as `triton_groups.down` takes it; fills y [pairs, D].
+    Tiles may have 128 pairs, too."""
     width, inner = y_PD.shape[1], h.shape[1]
     check(len(h), width, inner)
     down_kernel[(properties(h.device).num_sms,)](
@@ -462,6 +474,7 @@ def down(
         members,
         experts,
         count,
+        PAIRS=members.shape[1],
         WIDTH=width,
         INNER=inner,
         S=stages,
