@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltaserve.ops.attention.triton_chunk import HopperConfig, chunk
+from deltaserve.ops.attention.triton_chunk import ChunkConfig, HopperConfig, chunk
 from deltaserve.ops.gpu import properties
 from tests.ops.attention_rows import Rows
 
 pytestmark = pytest.mark.gpu
 LARGE = ((16, 2), 256)
+PLAIN = ChunkConfig(128, 64, 8, 2)
 CONFIGS = [HopperConfig(), HopperConfig(slack=8), HopperConfig(key_stages=3, slack=8, held=128)]
 
 
@@ -70,14 +71,16 @@ def test_many_short_chunks(config: HopperConfig) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_scores_that_grow_and_fall(config: HopperConfig) -> None:
-    """The maximum moves at every block, by much and by little, forwards and backwards."""
+    """The maximum moves at every block, by much and by little, forwards and backwards. Scores are large, so that the
+    rounding of queries and keys, which both kernels share, is most of the error."""
     for grows in (False, True):
         rows = rows_of([0, 700], [900, 100])
         size = torch.linspace(0.1, 30, 900, device="cuda")[:, None]
         for own, tokens in ((slice(0, 900), 900), (slice(900, 1000), 100)):
             rows.k[own, :, 0] = (size if grows else size.flip(0))[:tokens].to(rows.k.dtype)
             rows.q[own, :, 0] = 30.0
-        check(rows, config)
+        plain = rows.run(chunk=partial(chunk, config=PLAIN))
+        check(rows, config, 1.1 * error(plain, rows.expected()[0]))
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -48,8 +48,9 @@ class HopperConfig(NamedTuple):
     gives, and half of that are queries."""
 
 
-HOPPER: HopperConfig | None = None
-"""What heads that `fit_hopper` use on such a GPU; None: the kernel of this file."""
+HOPPER: HopperConfig | None = HopperConfig()
+"""What heads that `fit_hopper` use on such a GPU; None: the kernel of this file, which takes 1.14 instead of 0.83 ms on
+an H200 for 8,192 tokens of the 80B, and 7.8 instead of 5.7 behind 24,576 others."""
 
 
 def fit_hopper(q_THD: Tensor, kv_pool: Tensor) -> bool:
