@@ -1,6 +1,7 @@
 """Scores a checkpoint on the held-out prompts: ``python -m training.evaluate FOLDER --out FILE``.
 
-Prints one line a family: right answers, and how many drafts of the MTP layer would have been accepted.
+Prints one line a family: right answers, and how many drafts of the MTP layer would have been accepted.  The answers
+are this folder's own, or with --by-engine those of deltaserve in float32.
 """
 
 import argparse
@@ -8,6 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +75,41 @@ def run(
     return out
 
 
-def report(net: Network, results: dict[str, Result], dtype: torch.dtype, temperature: float = 0.0) -> dict[str, Any]:
-    """{family: n, right, accepted}; prints it."""
+def run_by_engine(
+    folder: Path, tokenizer: Tokenizer, chosen: Sequence[Item], dtype: torch.dtype, temperature: float = 0.0
+) -> dict[str, Result]:
+    """As `run`, through deltaserve: plain decoding, no prefix reused."""
+    from deltaserve import LLM, SamplingParams
+
+    stop = tokenizer.encode("<|im_end|><|endoftext|>").ids
+    prompts = [e.ids for e in tokenizer.encode_batch([i.prompt for i in chosen], add_special_tokens=False)]
+    params = [
+        SamplingParams(temperature=temperature, seed=n, max_tokens=limit(item.family), stop_token_ids=stop)
+        for n, item in enumerate(chosen)
+    ]
+    name = str(dtype).removeprefix("torch.")
+    with LLM(model=str(folder), dtype=name, max_num_seqs=32, speculative_tokens=0, prefix_cache="off") as llm:
+        answers = llm.generate(prompts, params)
+    out: dict[str, Result] = {}
+    for item, prompt, answer in zip(chosen, prompts, answers, strict=True):
+        result, ids = out.setdefault(item.family, Result()), answer.outputs[0].token_ids
+        ended = bool(ids) and ids[-1] in stop
+        text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+        result.right.append(correct(item, text, ended))
+        result.sequences.append(prompt + ids)
+        result.starts.append(len(prompt))
+        result.texts.append(text)
+        result.items.append(item)
+    return out
+
+
+def report(
+    net: Network, results: dict[str, Result], dtype: torch.dtype, counted: int, temperature: float = 0.0
+) -> dict[str, Any]:
+    """{family: n, right, accepted}, drafts of the first `counted` answers; prints it."""
     out: dict[str, Any] = {}
     for family, r in results.items():
-        share = slice(ACCEPTANCE_SHARE)
+        share = slice(counted)
         accepted = acceptance(net, r.sequences[share], r.starts[share], dtype, temperature)
         out[family] = {"n": len(r.right), "right": round(sum(r.right) / len(r.right), 4), "accepted": accepted}
         print(f"{family:45s} n {len(r.right):4d}  right {out[family]['right']:.3f}  accepted {accepted}", flush=True)
@@ -106,14 +138,17 @@ def main() -> None:
     parser.add_argument("--family", default="", help="only families whose name contains this")
     parser.add_argument("--skip", default="\n", help="no family whose name contains this")
     parser.add_argument("--no-warm", action="store_true", help="greedy only")
+    parser.add_argument("--by-engine", action="store_true", help="deltaserve answers, in float32")
+    parser.add_argument("--accepted", type=int, default=ACCEPTANCE_SHARE, help="answers of a family to count drafts of")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = torch.bfloat16 if device == "cuda" and not args.by_engine else torch.float32
     net = export.read(args.folder).to(device, dtype)
     tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
     chosen = [i for i in items(args.n, long=not args.no_long) if args.family in i.family and args.skip not in i.family]
-    results = run(net, tokenizer, chosen, dtype)
-    summary = {"greedy": report(net, results, dtype)}
+    answers = partial(run_by_engine, args.folder) if args.by_engine else partial(run, net)
+    results = answers(tokenizer, chosen, dtype)
+    summary = {"greedy": report(net, results, dtype, args.accepted)}
     if args.out:
         args.out.write_text(json.dumps(summary, indent=1), encoding="utf-8")
         args.out.with_suffix(".mistakes.json").write_text(
@@ -123,7 +158,7 @@ def main() -> None:
         return
     warm = [i for i in chosen if limit(i.family) <= 500][:: max(1, len(chosen) // 600)]
     print(f"temperature {WARM}")
-    summary[f"temperature {WARM}"] = report(net, run(net, tokenizer, warm, dtype, WARM), dtype, WARM)
+    summary[f"temperature {WARM}"] = report(net, answers(tokenizer, warm, dtype, WARM), dtype, args.accepted, WARM)
     if args.out:
         args.out.write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
