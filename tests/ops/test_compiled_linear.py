@@ -23,8 +23,10 @@ WAYS = {"sm_90": 1, "sm_80": 2, "gfx942": 2}
 """How each sees e4m3."""
 
 
-def compile_gemv(target: str, width: int, tokens: int, rows: int, beside: int, way: int) -> Resources:
-    ready = beside > 0 and way > 0 and tokens == 1
+def compile_gemv(
+    target: str, width: int, tokens: int, rows: int, beside: int, way: int, ready: bool = False
+) -> Resources:
+    ready |= beside > 0 and way > 0 and tokens == 1
     weight = TYPES[way]
     signature = {
         "x_ptr": "*bf16",
@@ -92,6 +94,18 @@ def test_gemv(target: str) -> None:
                 assert found.assembly.count("v4.b32") >= rows * row_bytes // 16 // 128
                 before = found.assembly.split("griddepcontrol.wait")[0]
                 assert before.count("v4.b32") >= rows * row_bytes // 16 // 128, "weights wait for the input"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_gemv_of_tokens_that_come_quantised(target: str) -> None:
+    for inputs, tokens, rows, beside in ((2048, 2, 8, 4), (4096, 2, 4, 0), (2048, 4, 4, 4), (4096, 4, 2, 0)):
+        found = compile_gemv(target, inputs, tokens, rows, beside, WAYS[target], True)
+        assert found.spilled == 0
+        assert found.registers <= (128 if target == "sm_90" else 224), "four programs share a multiprocessor"
+        assert found.shared <= 16 << 10
+        if target == "sm_90":
+            before = found.assembly.split("griddepcontrol.wait")[0]
+            assert before.count("v4.b32") >= rows * inputs // 16 // 128, "weights wait for the input"
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -104,6 +104,21 @@ def ready_gemv_of(rows: int, warps: int, early: bool) -> Product:
     return product
 
 
+def quantised_before(width: int, is_gemv: bool) -> Product:
+    """Of an input that comes quantised, in either way; early launches."""
+    q, q_scale = torch.ones(4, width).to(torch.float8_e4m3fn), torch.ones(width // 128, 4)
+
+    def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        nonlocal q, q_scale
+        from deltaserve.ops.linear.triton_gemm import gemm
+        from deltaserve.ops.linear.triton_gemv import gemv
+
+        q, q_scale = q.to(x.device), q_scale.to(x.device)
+        return (gemv if is_gemv else gemm)(x, weight, scale, torch.bfloat16, ready=(q, q_scale.t()))
+
+    return product
+
+
 def gemm_of(outputs: int, tokens: int, split: int, warps: int, stages: int, ready: bool) -> Product:
     def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         from deltaserve.ops.linear.triton_gemm import Tiles, gemm
@@ -118,6 +133,10 @@ def cases() -> list[Case]:
     for name, shape in SHAPES.items():
         for tokens in (1, 2, 4, 8, 32, 64, 128, 256, 1024, 8192):
             found.append(case(name, tokens, shape, True, linear))
+        for tokens in (2, 4):
+            for way in ("gemv", "gemm"):
+                product = quantised_before(shape[1], way == "gemv")
+                found.append(case(f"{name} quantised before {way}", tokens, shape, True, product))
         for rows, warps in ((4, 4), (8, 4), (8, 8), (16, 4), (16, 8)):
             found.append(case(f"{name} gemv BO={rows} w{warps}", 1, shape, True, gemv_of(rows, warps)))
         for rows, warps in ((4, 4), (8, 4), (16, 8)):

@@ -11,12 +11,15 @@ from deltaserve.model_config import ModelConfig
 from deltaserve.models.dummy import fill_at_random
 from deltaserve.models.qwen3_next import Qwen3Next
 from deltaserve.ops.layout import BLOCK, Layout
-from deltaserve.ops.linear import triton_early
+from deltaserve.ops.linear import gpu, triton_early, triton_gemm
+from deltaserve.ops.moe import triton_groups, triton_pairs
 from tests.models.factory import WIDE, tiny_config
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 LAYERS, REPLAYS = 8, 20
+MOST = triton_early.MAX_TOKENS
+"""As it is while no test has changed it."""
 WIDTHS = WIDE | {"num_hidden_layers": LAYERS, "num_experts": 64}
 
 
@@ -29,7 +32,7 @@ def make_model() -> Qwen3Next:
 
 def hidden_states(model: Qwen3Next, rows: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Of the replays of one graph of a step, each from the states that the one before it left."""
-    monkeypatch.setattr(triton_early, "MAX_TOKENS", triton_early.MAX_TOKENS if early else -1)
+    monkeypatch.setattr(triton_early, "MAX_TOKENS", MOST if early else -1)
     config, generator = model.config, torch.Generator(CUDA).manual_seed(2)
 
     def pools(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -72,6 +75,20 @@ def test_steps_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         expected = hidden_states(model, rows, False, monkeypatch)
         assert all(output.isfinite().all() for output in expected)
         assert not torch.equal(expected[0], expected[1])
+        found = hidden_states(model, rows, True, monkeypatch)
+        for number, (output, exact) in enumerate(zip(found, expected, strict=True)):
+            assert torch.equal(output, exact), f"{rows} rows, replay {number}"
+
+
+def test_so_do_steps_of_few_tokens_that_go_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights brought near, experts in groups from 2 tokens on, and quantised inputs multiplied one by one."""
+    monkeypatch.setattr(triton_gemm, "AHEAD", range(257))
+    monkeypatch.setattr(triton_groups, "AHEAD", range(257))
+    monkeypatch.setattr(triton_pairs, "MAX_TOKENS", 1)
+    monkeypatch.setattr(gpu, "READY_GEMV", 4)
+    model = make_model()
+    for rows in (2, 3, 4, 8, 40):
+        expected = hidden_states(model, rows, False, monkeypatch)
         found = hidden_states(model, rows, True, monkeypatch)
         for number, (output, exact) in enumerate(zip(found, expected, strict=True)):
             assert torch.equal(output, exact), f"{rows} rows, replay {number}"

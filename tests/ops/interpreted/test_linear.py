@@ -129,6 +129,25 @@ def test_gemv(tokens: int, outputs: int, inputs: int, quantized: bool, dtype: to
     assert relative(wide, expected) < 1e-6
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("width", [64, 200, 256])
+def test_a_gemv_of_tokens_that_come_quantised(width: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits are those of tokens that it quantises itself; what stands in a fourth row for three goes nowhere."""
+    x, beside = torch.randn(tokens, width), torch.randn(9, width)
+    weight, scale = reference.quantize_weight(torch.randn(130, width))
+    x_q, x_scale = quantize_rows(x)
+    x_scale[tokens:] = torch.nan
+    with guarded():
+        output, other = gemv_beside(x, weight, scale, beside, ready=(x_q, x_scale))
+        expected, expected_other = gemv_beside(x, weight, scale, beside)
+    assert torch.equal(output, expected)
+    assert torch.equal(other, expected_other)
+    monkeypatch.setattr(gpu, "READY_GEMV", 4)
+    assert torch.equal(gpu.linear(x, weight, scale, x.dtype, (x_q, x_scale)), output)
+    for found, whole in zip(gpu.linear_beside(x, weight, scale, beside, (x_q, x_scale)), (output, other), strict=True):
+        assert torch.equal(found, whole)
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 17, 63, 64, 65, 127, 128])
 def test_gemm(tokens: int, quantized: bool) -> None:

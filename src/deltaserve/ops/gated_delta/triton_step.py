@@ -134,6 +134,8 @@ def step_kernel(
     says if RAGGED, or `length`. FP8: whether, and how, outputs are stored quantised as well: V is then 128 times a
     power of two, and scales are [blocks, q_stride]."""
     let_next_start(EARLY)
+    if not ONE:  # of several tokens, what could be read before does not fit the registers
+        wait_for_inputs(EARLY)
     C: tl.constexpr = 2 * KH * K + VH * V
     GROUP: tl.constexpr = VH // KH
     head = tl.program_id(0)
@@ -183,7 +185,8 @@ def step_kernel(
     decay_bias = tl.load(dt_bias + head).to(tl.float32)
     gain = tl.load(norm_weight + v_index, mask=in_v, other=0).to(tl.float32)
 
-    wait_for_inputs(EARLY)
+    if ONE:
+        wait_for_inputs(EARLY)
     earlier = tl.zeros([BK], tl.int32)
     keep = slot
     token = first if ONE else tl.where(tokens > 0, first, tl.maximum(first - 1, 0))  # any, if the row has none
@@ -383,6 +386,5 @@ def step(
         RAGGED=not segment.is_step and segment.max_len > 1,
         FP8=way,
         **options,
-        # Of several tokens, what is read before the wait does not fit the registers.
-        **early_options(mixed_TC.device, None if segment.max_len == 1 else False),
+        **early_options(mixed_TC.device, tokens=0 if segment.max_len == 1 else segment.token_end - segment.token_start),
     )

@@ -20,6 +20,8 @@ Ready = tuple[Tensor, Tensor]
 """An input that comes quantised too, as `quantize_rows` gives it."""
 SMALL = 64
 """Tokens up to which streaming the weight is the cost."""
+READY_GEMV = 1
+"""Tokens up to which a quantised input goes to `triton_gemv`: up to 4 it can, which has yet to be timed."""
 NORMS_INSIDE = {False: True, True: False}
 """Whether the projection of one token norms its input itself, a launch less, by whether its weight is quantised: then
 programs are many, and it is better that a norm quantises for all of them."""
@@ -33,11 +35,10 @@ def linear(
     tokens = x_TI.shape[0]
     if tokens == 0:
         return x_TI.new_empty(0, weight_OI.shape[0], dtype=dtype)
-    if takes_gemv(tokens, weight_OI, scale_oi):
+    if takes_gemv(tokens, weight_OI, scale_oi, ready):
         from deltaserve.ops.linear.triton_gemv import MAX_BLOCK, gemv
 
-        fits = tokens == 1 and x_TI.shape[1] <= MAX_BLOCK
-        return gemv(x_TI, weight_OI, scale_oi, dtype, ready=ready if fits else None)
+        return gemv(x_TI, weight_OI, scale_oi, dtype, ready=ready if x_TI.shape[1] <= MAX_BLOCK else None)
     if tokens > SMALL:
         if scale_oi is None:
             if not is_uneven(weight_OI):
@@ -53,11 +54,11 @@ def linear_beside(
     x_TI: Tensor, weight_OI: Tensor, scale_oi: Tensor | None, beside_PI: Tensor, ready: Ready | None = None
 ) -> tuple[Tensor, Tensor]:
     """As api.linear_beside."""
-    if x_TI.shape[0] and takes_gemv(x_TI.shape[0], weight_OI, scale_oi):
+    if x_TI.shape[0] and takes_gemv(x_TI.shape[0], weight_OI, scale_oi, ready):
         from deltaserve.ops.linear.triton_gemv import MAX_BLOCK, gemv_beside
 
-        fits = x_TI.shape[0] == 1 and x_TI.shape[1] <= MAX_BLOCK
-        return gemv_beside(x_TI, weight_OI, scale_oi, beside_PI, ready=ready if fits else None)
+        own = ready if x_TI.shape[1] <= MAX_BLOCK else None
+        return gemv_beside(x_TI, weight_OI, scale_oi, beside_PI, ready=own)
     return linear(x_TI, weight_OI, scale_oi, x_TI.dtype, ready), linear(x_TI, beside_PI, None, x_TI.dtype)
 
 
@@ -89,9 +90,11 @@ def norm_linear(
     return *linear_beside(normed_TI, weight_OI, scale_oi, beside_PI, own), normed_TI, total_TI, ready
 
 
-def takes_gemv(tokens: int, weight_OI: Tensor, scale_oi: Tensor | None) -> bool:
+def takes_gemv(tokens: int, weight_OI: Tensor, scale_oi: Tensor | None, ready: Ready | None = None) -> bool:
     """Whether a product is too small for matrix units. On an H200 these are faster from 2 tokens on with a quantised
-    weight, and from 3 on with a large one."""
+    weight and an input that every program would quantise, and from 3 on with a large plain weight."""
+    if tokens > 1 and ready is not None:
+        return tokens <= READY_GEMV and weight_OI.shape[1] <= 4096
     return tokens == 1 or (scale_oi is None and (tokens == 2 or (tokens <= 4 and weight_OI.shape[0] <= 4096)))
 
 

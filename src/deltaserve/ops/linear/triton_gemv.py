@@ -30,12 +30,11 @@ fp32 in registers: then a quantised one is held as a plain one is."""
 
 
 @triton.jit
-def ready_input(q_ptr, q_scale_ptr, stride, scale_ptr, WIDTH: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr):
-    """As `scaled_input`, of an input that comes quantised, its scales `stride` apart."""
+def ready_input(q_ptr, q_scale_ptr, stride, w_scale, WIDTH: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr):
+    """As `scaled_input`, of an input that comes quantised, its scales `stride` apart; `w_scale` are the weight's."""
     k, block = tl.arange(0, BK), tl.arange(0, BK // 128)
     q = widen(tl.load(q_ptr + k, mask=k < WIDTH, other=0.0), FP8)
-    scale = tl.load(q_scale_ptr + block * stride, mask=block * 128 < WIDTH, other=0.0)
-    scale *= tl.load(scale_ptr + block, mask=block * 128 < WIDTH, other=0.0)
+    scale = tl.load(q_scale_ptr + block * stride, mask=block * 128 < WIDTH, other=0.0) * w_scale
     return tl.reshape(tl.reshape(q, (BK // 128, 128)) * scale[:, None], (BK,))
 
 
@@ -192,23 +191,41 @@ def project_ready(
     scale_ptr,
     y_ptr,
     start,
+    tokens,
     height,
     WIDTH: tl.constexpr,
+    T: tl.constexpr,
     BO: tl.constexpr,
     BK: tl.constexpr,
     FP8: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """As `project`, of one token that comes quantised."""
+    """As `project`, of 1, 2 or 4 tokens that come quantised; a fourth that is not there as anything. Each row of the
+    weight is widened once, and all inputs are on their way before the first output is stored."""
     o = start + tl.arange(0, BO)
     kept = o < height
     k = tl.arange(0, BK)[None, :]
     w_ptrs = w_ptr + o.to(tl.int64)[:, None] * WIDTH + k
     w = tl.load(w_ptrs, mask=kept[:, None] & (k < WIDTH), other=0.0, eviction_policy="evict_first")
+    block = tl.arange(0, BK // 128)
     scale_ptr += (start // 128) * ((WIDTH + 127) // 128)
+    w_scale = tl.load(scale_ptr + block, mask=block * 128 < WIDTH, other=0.0)
     wait_for_inputs(EARLY)
-    y = tl.sum(widen(w, FP8) * ready_input(q_ptr, q_scale_ptr, stride, scale_ptr, WIDTH, BK, FP8)[None, :], 1)
-    tl.store(y_ptr + o, y.to(y_ptr.dtype.element_ty), mask=kept)
+    x = ready_input(q_ptr, q_scale_ptr, stride, w_scale, WIDTH, BK, FP8)
+    x_1, x_2, x_3 = x, x, x
+    if T > 1:
+        x_1 = ready_input(q_ptr + WIDTH, q_scale_ptr + 1, stride, w_scale, WIDTH, BK, FP8)
+    if T > 2:
+        x_2 = ready_input(q_ptr + 2 * WIDTH, q_scale_ptr + 2, stride, w_scale, WIDTH, BK, FP8)
+        x_3 = ready_input(q_ptr + 3 * WIDTH, q_scale_ptr + 3, stride, w_scale, WIDTH, BK, FP8)
+    wide = widen(w, FP8)
+    tl.store(y_ptr + o, tl.sum(wide * x[None, :], 1).to(y_ptr.dtype.element_ty), mask=kept)
+    if T > 1:
+        tl.store(y_ptr + height + o, tl.sum(wide * x_1[None, :], 1).to(y_ptr.dtype.element_ty), mask=kept)
+    if T > 2:
+        tl.store(y_ptr + 2 * height + o, tl.sum(wide * x_2[None, :], 1).to(y_ptr.dtype.element_ty), mask=kept)
+        last = o < tl.where(tokens > 3, height, 0)
+        tl.store(y_ptr + 3 * height + o, tl.sum(wide * x_3[None, :], 1).to(y_ptr.dtype.element_ty), mask=last)
 
 
 @triton.jit
@@ -285,7 +302,9 @@ def gemv_kernel(
     start = program * BO
     if program < own:
         if READY:
-            project_ready(q_ptr, q_scale_ptr, stride, w_ptr, scale_ptr, y_ptr, start, height, WIDTH, BO, BK, FP8, EARLY)
+            project_ready(
+                q_ptr, q_scale_ptr, stride, w_ptr, scale_ptr, y_ptr, start, tokens, height, WIDTH, T, BO, BK, FP8, EARLY
+            )
         else:
             project(x_ptr, w_ptr, scale_ptr, y_ptr, start, tokens, height, WIDTH, T, BO, BK, FP8, EARLY)
     else:
@@ -326,8 +345,8 @@ def gemv(
     early: bool | None = None,
     ready: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """x [T, I] with T up to 4, weight [O, I] plain or e4m3 with scales [o, i] -> [T, O] in `dtype`. `ready`: x, of one
-    token, quantised as `quantize_rows` does, for an e4m3 weight up to MAX_BLOCK wide.
+    """x [T, I] with T up to 4, weight [O, I] plain or e4m3 with scales [o, i] -> [T, O] in `dtype`. `ready`: x as
+    `quantize_rows` gives it, four rows of it for 3 tokens, for an e4m3 weight up to MAX_BLOCK wide.
 
     Variants: 1, 2, or 3 and 4 tokens, I, dtypes, and `rows` (a power of two), which follows from the shape.
     """
@@ -428,12 +447,19 @@ def _launch(
     y_TO = torch.empty(tokens, height, dtype=dtype, device=x_TI.device)
     weight, way = fp8_way(weight_OI.contiguous(), scale_oi)
     block = min(MAX_BLOCK, max(128, triton.next_power_of_2(width)))
-    rows, rows_beside, programs = _shares(weight, way, beside_PI, tokens, rows)
+    # A weight of two tokens that come quantised fits the registers as it does of one.
+    held_as_of = 1 if ready is not None and tokens == 2 else tokens
+    rows, rows_beside, programs = _shares(weight, way, beside_PI, held_as_of, rows)
     y_TP, height_beside = y_TO, 0
     if beside_PI is not None:
         height_beside = beside_PI.shape[0]
         y_TP = torch.empty(tokens, height_beside, dtype=dtype, device=x_TI.device)
     x_q, q_scale = (weight, weight) if ready is None else (fp8_way(*ready)[0], ready[1])
+    in_rows = triton.next_power_of_2(tokens)
+    if ready is not None:
+        assert len(x_q) >= in_rows, f"linear: {tuple(x_q.shape)} quantised for {tokens} tokens"
+        assert width <= MAX_BLOCK, f"linear: {width} quantised inputs, at most {MAX_BLOCK}"
+        assert tokens == 1 or q_scale.stride(0) == 1, f"linear: scales with strides {q_scale.stride()}"
     gemv_kernel[(programs,)](
         x_TI.contiguous(),
         x_q,
@@ -448,7 +474,7 @@ def _launch(
         height,
         height_beside,
         WIDTH=width,
-        T=triton.next_power_of_2(tokens),
+        T=in_rows,
         BO=rows,
         BESIDE=rows_beside,
         BK=block,
