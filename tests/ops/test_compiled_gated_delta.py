@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deltaserve.ops.gated_delta import triton_chunk, triton_hopper, triton_step
+from deltaserve.ops.gated_delta import triton_chunk, triton_hopper, triton_prepare, triton_step
 from tests.ops.compiled import TARGETS, compile_for, instructions
 
 SHAPES = {"KH": 16, "VH": 32, "K": 128, "V": 128, "BK": 128}
@@ -48,15 +48,30 @@ def test_step(target: str, is_one: bool, quantizes: bool, state: str) -> None:
         assert taken.assembly.count("st.global.v4.b32") >= loads
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_prepare(target: str) -> None:
+FAST = {"sm_90": 2, "sm_80": 2, "gfx942": 1}
+"""As `fast_way` says."""
+
+
+@pytest.mark.parametrize(("target", "size"), [("sm_90", 16), ("sm_80", 16), ("gfx942", 2), ("sm_90", 2)])
+def test_prepare(target: str, size: int) -> None:
     kernel = triton_chunk.prepare_kernel
-    constants = {**SHAPES, "BV": 128, "CHUNK": 64, "EXACT": False}
+    constants = {**SHAPES, "BV": 128, "CHUNK": 64, "EXACT": False, "FAST": FAST[target], "SIZE": size}
     taken = compile_for(TARGETS[target], kernel, signature(kernel), constants, num_warps=4, num_stages=1)
     assert taken.spilled <= 64
     assert taken.shared <= SHARED_KIB[target] << 10
     if target == "sm_90":
-        assert "wgmma" in taken.assembly
+        assert taken.assembly.count("wgmma.mma_async") == (40 if size == 16 else 64)
+
+
+@pytest.mark.parametrize(("target", "size"), [("sm_90", 16), ("sm_80", 16), ("gfx942", 2)])
+def test_conv_prepare(target: str, size: int) -> None:
+    kernel = triton_prepare.conv_prepare_kernel
+    widths = {"KH": 16, "VH": 32, "K": 128, "V": 128, "channel_stride": 1, "tap_stride": 8192}
+    constants = {**widths, "CHUNK": 64, "EXACT": False, "FAST": FAST[target], "SIZE": size}
+    types = signature(kernel, "bf16", x_stride="i32")
+    taken = compile_for(TARGETS[target], kernel, types, constants, num_warps=4, num_stages=1)
+    assert taken.spilled <= 512
+    assert taken.shared <= SHARED_KIB[target] << 10
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16"])

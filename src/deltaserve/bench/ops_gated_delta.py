@@ -76,25 +76,26 @@ def prompts(lengths: Sequence[int]) -> Sequence[Callable[[], object]]:
 
 
 def prompt_part(lengths: Sequence[int], part: str, config: dict[str, Any]) -> Sequence[Callable[[], object]]:
-    """The convolution with its windows, or the rule without it."""
+    """The convolution with its windows, the rule without it, or both."""
     from deltaserve.ops.conv import triton_conv
-    from deltaserve.ops.gated_delta import triton_chunk
+    from deltaserve.ops.gated_delta import triton_chunk, triton_prepare
 
     layout = prompt_layout(lengths)
+    segment = layout.segments[0]
     calls: list[Callable[[], object]] = []
     for _ in range(2):
         given = layer(layout, len(lengths), torch.float32)
-        conv_names = ("mixed_TC", "conv_weight_CW", "conv_pool_SWC", "layout")
-        mixed, weight, pool, _ = (given[name] for name in conv_names)
+        mixed, weight, pool = (given[name] for name in ("mixed_TC", "conv_weight_CW", "conv_pool_SWC"))
+        rule = {name: given[name] for name in ("b_TV", "a_TV", "A_log_V", "dt_bias_V", "state_pool_SVKD", "layout")}
+        if part == "both":
+            calls.append(partial(triton_prepare.conv_chunk, mixed, weight, pool, **rule, segment=segment, **config))
+            continue
         conv_config = config if part == "conv" else {}
-        conv = partial(
-            triton_conv.conv, mixed, weight, pool, layout, layout.segments[0], (K_HEADS, WIDTH, WIDTH), **conv_config
-        )
+        conv = partial(triton_conv.conv, mixed, weight, pool, layout, segment, (K_HEADS, WIDTH, WIDTH), **conv_config)
         if part == "conv":
             calls.append(conv)
-            continue
-        rule = {name: given[name] for name in ("b_TV", "a_TV", "A_log_V", "dt_bias_V", "state_pool_SVKD", "layout")}
-        calls.append(partial(triton_chunk.chunk, conv(), **rule, segment=layout.segments[0], **config))
+        else:
+            calls.append(partial(triton_chunk.chunk, conv(), **rule, segment=segment, **config))
     return calls
 
 
@@ -120,7 +121,20 @@ def cases() -> list[Case]:
     for rows in (1, 32, 128):
         call = partial(steps, rows, 4, fp32, {})
         found.append(Case(f"gdn step fp32 B={rows} L=4", call, step_bytes(rows, 4, fp32)))
-    rules: dict[str, dict[str, Any]] = {"": {}, " hopper": {"hopper": True}}
+    rules: dict[str, dict[str, Any]] = {
+        "": {},
+        " hopper": {"hopper": True},
+        " blocks of 2": {"prepare": {"SIZE": 2}},
+        " prepare w8": {"prepare": {"num_warps": 8, "maxnreg": None}},
+    }
+    whole: dict[str, dict[str, Any]] = {
+        "": {},
+        " hopper": {"hopper": True},
+        " inside hopper": {"inside": {}, "hopper": True},
+        " inside 168 registers hopper": {"inside": {"maxnreg": 168}, "hopper": True},
+        " inside w8 hopper": {"inside": {"num_warps": 8}, "hopper": True},
+        " inside w8 128 registers hopper": {"inside": {"num_warps": 8, "maxnreg": 128}, "hopper": True},
+    }
     prompt_lengths = {
         "1x1024": [1024],
         "1x8192": [8192],
@@ -139,4 +153,7 @@ def cases() -> list[Case]:
         for option, config in rules.items():
             call = partial(prompt_part, lengths, "rule", config)
             found.append(Case(f"gdn rule {name}{option}", call, rule_bytes, flops))
+        for option, config in whole.items():
+            call = partial(prompt_part, lengths, "both", config)
+            found.append(Case(f"gdn both {name}{option}", call, rule_bytes, flops))
     return found

@@ -37,7 +37,7 @@ def window_kernel(pool, read_slot, windows, row_start, SIZE: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _inputs(
+def inputs(
     x,
     windows,
     token,
@@ -63,11 +63,20 @@ def _inputs(
 
 
 @triton.jit
-def _output(x0, x1, x2, x3, w0, w1, w2, w3, scale, DTYPE: tl.constexpr, NORMALISED: tl.constexpr, FAST: tl.constexpr):
-    """From four inputs, the oldest first; of length `scale` if NORMALISED."""
+def _rounded(x, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """x as DTYPE."""
+    if FAST == 2 and tl.bfloat16 == DTYPE:  # two at a time; one by one, as for a result that is widened again, is slow
+        convert: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        return tl.inline_asm_elementwise(convert, "=r,f,f", [x], tl.bfloat16, is_pure=True, pack=2)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def output(x0, x1, x2, x3, w0, w1, w2, w3, scale, DTYPE: tl.constexpr, NORMALISED: tl.constexpr, FAST: tl.constexpr):
+    """From four inputs, the oldest first; of length `scale` if NORMALISED. FAST as `fast_way` has it."""
     total = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
     if FAST:  # denormal numbers become zeros, which saves a third of the instructions
-        y = libdevice.fast_dividef(total, 1 + libdevice.fast_expf(-total)).to(DTYPE)
+        y = _rounded(libdevice.fast_dividef(total, 1 + libdevice.fast_expf(-total)), DTYPE, FAST)
     else:
         y = (total / (1 + tl.exp(-total))).to(DTYPE)
     if NORMALISED:
@@ -101,28 +110,28 @@ def _walk(
 ):
     """STEPS tokens of each group, from `token` on."""
     DTYPE: tl.constexpr = out.dtype.element_ty
-    x0 = _inputs(x, windows, token - 3, first, end, x_stride, channel, in_channel, TAPS, C, START)
-    x1 = _inputs(x, windows, token - 2, first, end, x_stride, channel, in_channel, TAPS, C, START)
-    x2 = _inputs(x, windows, token - 1, first, end, x_stride, channel, in_channel, TAPS, C, START)
-    a = _inputs(x, windows, token, first, end, x_stride, channel, in_channel, TAPS, C, START)
-    b = _inputs(x, windows, token + 1, first, end, x_stride, channel, in_channel, TAPS, C, START)
-    c = _inputs(x, windows, token + 2, first, end, x_stride, channel, in_channel, TAPS, C, START)
-    d = _inputs(x, windows, token + 3, first, end, x_stride, channel, in_channel, TAPS, C, START)
+    x0 = inputs(x, windows, token - 3, first, end, x_stride, channel, in_channel, TAPS, C, START)
+    x1 = inputs(x, windows, token - 2, first, end, x_stride, channel, in_channel, TAPS, C, START)
+    x2 = inputs(x, windows, token - 1, first, end, x_stride, channel, in_channel, TAPS, C, START)
+    a = inputs(x, windows, token, first, end, x_stride, channel, in_channel, TAPS, C, START)
+    b = inputs(x, windows, token + 1, first, end, x_stride, channel, in_channel, TAPS, C, START)
+    c = inputs(x, windows, token + 2, first, end, x_stride, channel, in_channel, TAPS, C, START)
+    d = inputs(x, windows, token + 3, first, end, x_stride, channel, in_channel, TAPS, C, START)
     x0, x1, x2 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32)
     for step in tl.static_range(0, STEPS, 4):  # unrolled, or a load would be waited for where it is handed on
         here = token + step
         x3, x4, x5, x6 = a, b, c, d
         if step + 4 < STEPS:
             ahead = here + 4
-            a = _inputs(x, windows, ahead, first, end, x_stride, channel, in_channel, TAPS, C, START)
-            b = _inputs(x, windows, ahead + 1, first, end, x_stride, channel, in_channel, TAPS, C, START)
-            c = _inputs(x, windows, ahead + 2, first, end, x_stride, channel, in_channel, TAPS, C, START)
-            d = _inputs(x, windows, ahead + 3, first, end, x_stride, channel, in_channel, TAPS, C, START)
+            a = inputs(x, windows, ahead, first, end, x_stride, channel, in_channel, TAPS, C, START)
+            b = inputs(x, windows, ahead + 1, first, end, x_stride, channel, in_channel, TAPS, C, START)
+            c = inputs(x, windows, ahead + 2, first, end, x_stride, channel, in_channel, TAPS, C, START)
+            d = inputs(x, windows, ahead + 3, first, end, x_stride, channel, in_channel, TAPS, C, START)
         x3, x4, x5, x6 = x3.to(tl.float32), x4.to(tl.float32), x5.to(tl.float32), x6.to(tl.float32)
-        y3 = _output(x0, x1, x2, x3, w0, w1, w2, w3, scale, DTYPE, NORMALISED, FAST)
-        y4 = _output(x1, x2, x3, x4, w0, w1, w2, w3, scale, DTYPE, NORMALISED, FAST)
-        y5 = _output(x2, x3, x4, x5, w0, w1, w2, w3, scale, DTYPE, NORMALISED, FAST)
-        y6 = _output(x3, x4, x5, x6, w0, w1, w2, w3, scale, DTYPE, NORMALISED, FAST)
+        y3 = output(x0, x1, x2, x3, w0, w1, w2, w3, scale, DTYPE, NORMALISED, FAST)
+        y4 = output(x1, x2, x3, x4, w0, w1, w2, w3, scale, DTYPE, NORMALISED, FAST)
+        y5 = output(x2, x3, x4, x5, w0, w1, w2, w3, scale, DTYPE, NORMALISED, FAST)
+        y6 = output(x3, x4, x5, x6, w0, w1, w2, w3, scale, DTYPE, NORMALISED, FAST)
         place = out + here[:, None] * C + channel[None, :]
         within = in_channel[None, :]
         tl.store(place, y3, mask=((here >= first) & (here < end))[:, None] & within)
@@ -133,7 +142,7 @@ def _walk(
 
 
 @triton.jit
-def _taps(weight, channel, in_channel, channel_stride, tap_stride, BACK: tl.constexpr, TAPS: tl.constexpr):
+def taps(weight, channel, in_channel, channel_stride, tap_stride, BACK: tl.constexpr, TAPS: tl.constexpr):
     """fp32 [1, channels]: what multiplies the input BACK tokens ago; zeros if there are fewer taps."""
     place = weight + channel * channel_stride + (TAPS - 1 - BACK) * tap_stride
     return tl.load(place, mask=in_channel & (BACK < TAPS), other=0).to(tl.float32)[None, :]
@@ -182,10 +191,10 @@ def conv_kernel(
     chunk = base + tl.arange(0, CHUNK)
     keep = tl.load(write_slot + chunk, mask=(chunk >= first) & (chunk < end), other=-1)
 
-    w0 = _taps(weight, channel, in_channel, channel_stride, tap_stride, 3, TAPS)
-    w1 = _taps(weight, channel, in_channel, channel_stride, tap_stride, 2, TAPS)
-    w2 = _taps(weight, channel, in_channel, channel_stride, tap_stride, 1, TAPS)
-    w3 = _taps(weight, channel, in_channel, channel_stride, tap_stride, 0, TAPS)
+    w0 = taps(weight, channel, in_channel, channel_stride, tap_stride, 3, TAPS)
+    w1 = taps(weight, channel, in_channel, channel_stride, tap_stride, 2, TAPS)
+    w2 = taps(weight, channel, in_channel, channel_stride, tap_stride, 1, TAPS)
+    w3 = taps(weight, channel, in_channel, channel_stride, tap_stride, 0, TAPS)
     token = base + tl.arange(0, GROUPS) * STEPS
     scale = tl.where(tile < HEADS, WIDTH**-0.5, 1.0)
     # Whether the inputs before a token may be a window's.
@@ -219,9 +228,24 @@ def conv_kernel(
             window = pool + tl.where(slot >= 0, slot, 0).to(tl.int64) * ((TAPS - 1) * C)
             for tap in tl.static_range(TAPS - 1):
                 source = here - (TAPS - 2 - tap)
-                part = _inputs(x, windows, source, first, kept_end, x_stride, channel, in_channel, TAPS, C, True)
+                part = inputs(x, windows, source, first, kept_end, x_stride, channel, in_channel, TAPS, C, True)
                 in_window = (slot >= 0)[:, None] & in_channel[None, :]
                 tl.store(window[:, None] + tap * C + channel[None, :], part, mask=in_window)
+
+
+def fast_way(x: Tensor) -> int:
+    """How kernels compute exponentials of this tensor: 0 as the interpreter can, 1 fast, 2 by NVIDIA's instructions."""
+    return 0 if not x.is_cuda else 1 if torch.version.hip is not None else 2
+
+
+def starting_windows(pool_SWC: Tensor, layout: Layout, segment: Segment) -> Tensor:
+    """[rows, taps - 1, C]: copies of the windows that rows start from, zeros where they start from none."""
+    rows, size = segment.row_end - segment.row_start, pool_SWC.shape[1:].numel()
+    windows_BWC = torch.empty(rows, *pool_SWC.shape[1:], dtype=pool_SWC.dtype, device=pool_SWC.device)
+    window_kernel[(rows, triton.cdiv(size, 2048))](
+        pool_SWC, layout.read_slot, windows_BWC, segment.row_start, SIZE=size, BLOCK=2048, num_warps=4
+    )
+    return windows_BWC
 
 
 def conv(
@@ -241,11 +265,7 @@ def conv(
     """
     channels, taps = weight_CW.shape
     assert taps <= 4, f"conv: the kernel has 4 taps, not {taps}"
-    rows, size = segment.row_end - segment.row_start, (taps - 1) * channels
-    windows_BWC = torch.empty(rows, taps - 1, channels, dtype=pool_SWC.dtype, device=x_TC.device)
-    window_kernel[(rows, triton.cdiv(size, 2048))](
-        pool_SWC, layout.read_slot, windows_BWC, segment.row_start, SIZE=size, BLOCK=2048, num_warps=4
-    )
+    windows_BWC = starting_windows(pool_SWC, layout, segment)
     table = layout.once(chunk_table, segment)
     out_TC = torch.empty(segment.token_end - segment.token_start, channels, dtype=x_TC.dtype, device=x_TC.device)
     num_heads, width, rest = heads
@@ -269,7 +289,7 @@ def conv(
         CHUNK=CHUNK,
         BC=max(16, triton.next_power_of_2(max(width if num_heads else 1, rest))),
         GROUPS=num_groups,
-        FAST=x_TC.is_cuda,
+        FAST=fast_way(x_TC),
         num_warps=num_groups // 2,
     )
     return out_TC

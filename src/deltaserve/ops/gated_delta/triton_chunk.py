@@ -3,7 +3,7 @@
 `prepare_kernel`, one program per chunk and value head, computes what no chunk has from another: the gates and their
 running sums G, the system I + A with A[i, j] = beta_i exp(G_i - G_j) k_i.k_j below the diagonal, its inverse T, and
 
-    u = T (beta v)      w = T (beta exp(G) k)      P[i, j] = exp(G_i - G_j) q_i.k_j on and below the diagonal
+    u = (T beta) v      w = (T beta exp(G)) k      P[i, j] = exp(G_i - G_j) q_i.k_j on and below the diagonal
 
 `pass_kernel`, one program per row, value head and slice of V, carries the state through the chunks of its row:
 
@@ -14,11 +14,10 @@ as its left operand, and only operands from memory pass through shared memory. A
 Hopper product takes, and makes 64 programs of one row at 32 heads; per chunk a program reads 64 KB, most of it from the
 L2 cache, where it is shared with the other slice (and k and q with the other value head).
 
-The inverse starts from 2 x 2 blocks on the diagonal, where it is I - A, and doubles them five times: with T the inverse
-of the blocks and A' what the doubled blocks hold beside them, T - T A' T. Keys have length 1, 0 <= beta <= 1 and
-exp(g) <= 1, so |T[i, j]| <= 1, and of blocks as well: each is k_i . (product of contractions) k_j. Powers of A, which a
-shorter product for the whole inverse needs, have no bound. So fp16 operands with fp32 sums suffice for bf16 inputs
-(their 11 bits are tf32's, at twice its rate); the result is rounded to bf16's 8 bits in any case.
+The inverse is that of triton_inverse.py. Keys have length 1, 0 <= beta <= 1 and exp(g) <= 1, so |T[i, j]| <= 1, and of
+blocks of T as well: each is k_i . (product of contractions) k_j. So fp16 operands with fp32 sums suffice for bf16
+inputs (their 11 bits are tf32's, at twice its rate); the result is rounded to bf16's 8 bits in any case. beta and
+exp(G) scale the columns of T, not the rows of v and k: fewer numbers, and rounded once instead of twice.
 
 For bf16 and fp16 inputs, whose dtype the operands of all other products have too. EXACT computes all products in fp32,
 for the interpreter, which errs on bf16's; compiled it would unroll them into code that takes minutes. A variant follows
@@ -33,11 +32,54 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from deltaserve.ops.conv.chunks import CHUNK, chunk_table
+from deltaserve.ops.conv.triton_conv import fast_way
+from deltaserve.ops.gated_delta.triton_inverse import inverse_of
 from deltaserve.ops.gated_delta.triton_step import log_decay
 from deltaserve.ops.gpu import properties
 from deltaserve.ops.layout import Layout, Segment
+
+
+@triton.jit
+def _exp(x, FAST: tl.constexpr):
+    """Of numbers up to 0; FAST: results below 2**-126 become zeros, which saves three instructions of five."""
+    return libdevice.fast_expf(x) if FAST else tl.exp(x)
+
+
+@triton.jit
+def gates_of(b, a, A_log, dt_bias, gates, base, i, in_row, last, head, tokens, b_stride, a_stride, FAST: tl.constexpr):
+    """Running sums of a chunk's decays and its write strengths, fp32 [64] both; stores the gates exp(G) and
+    exp(G_last - G). `base` is the token of i = 0, `last` the i of the row's last token here."""
+    token = base.to(tl.int64) + i
+    write = tl.load(b + token * b_stride + head, mask=in_row, other=0).to(tl.float32)
+    decay = tl.load(a + token * a_stride + head, mask=in_row, other=0).to(tl.float32)
+    beta = tl.where(in_row, 1 / (1 + tl.exp(-write)), 0)
+    decay = log_decay(decay, tl.load(A_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32))
+    total = tl.cumsum(tl.where(in_row, decay, 0), 0)
+    place = gates + 2 * (head.to(tl.int64) * tokens + token)
+    tl.store(place, _exp(total, FAST), mask=in_row)
+    # The last sum itself: another sum of the same decays could differ in its last digit.
+    whole = tl.sum(tl.where(i == last, total, 0), 0)
+    tl.store(place + 1, _exp(tl.where(in_row, whole - total, 0), FAST), mask=in_row)
+    return total, beta
+
+
+@triton.jit
+def inverse_of_chunk(
+    asked, products, total, beta, p_place, in_row, EXACT: tl.constexpr, FAST: tl.constexpr, SIZE: tl.constexpr
+):
+    """T and, for w, T exp(G), fp32 [64, 64], columns times beta, from q k^T and k k^T; stores P. SIZE: see
+    `inverse_of`."""
+    i = tl.arange(0, asked.shape[0])
+    is_lower = i[:, None] > i[None, :]
+    between = _exp(tl.where(is_lower, total[:, None] - total[None, :], 0), FAST)
+    product = tl.where(i[:, None] >= i[None, :], asked * between, 0)
+    tl.store(p_place, product.to(p_place.dtype.element_ty), mask=in_row[:, None])
+    system = tl.where(is_lower, products * between * beta[:, None], 0)
+    inverse = inverse_of(system, SIZE, tl.float32 if EXACT else tl.float16)
+    return inverse * beta[None, :], inverse * (beta * _exp(total, FAST))[None, :]
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -62,11 +104,12 @@ def prepare_kernel(
     BV: tl.constexpr,
     CHUNK: tl.constexpr,
     EXACT: tl.constexpr,
+    FAST: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
-    """Grid [value heads, chunks]. Writes u over v."""
+    """Grid [value heads, chunks]. Writes u over v. SIZE as in `inverse_of`."""
     C: tl.constexpr = 2 * KH * K + VH * V
     DOT: tl.constexpr = tl.float32 if EXACT else mixed.dtype.element_ty
-    INVERSE: tl.constexpr = tl.float32 if EXACT else tl.float16
     head = tl.program_id(0)
     entry = table + tl.program_id(1) * 4
     base = tl.load(entry + 1)
@@ -82,46 +125,26 @@ def prepare_kernel(
     v_index = tl.arange(0, BV)
     in_k = in_row[:, None] & (k_index < K)[None, :]
     in_v = in_row[:, None] & (v_index < V)[None, :]
-    is_lower = i[:, None] > i[None, :]
-    is_same = i[:, None] == i[None, :]
 
-    write = tl.load(b + (wide + i) * b_stride + head, mask=in_row, other=0).to(tl.float32)
-    decay = tl.load(a + (wide + i) * a_stride + head, mask=in_row, other=0).to(tl.float32)
+    last = tl.minimum(end - base, CHUNK) - 1
     q_place = mixed + ((head // (VH // KH)) * K + i[:, None] * C + k_index[None, :])
     query = tl.load(q_place, mask=in_k, other=0).to(DOT)
     key = tl.load(q_place + KH * K, mask=in_k, other=0).to(DOT)
-    beta = tl.where(in_row, 1 / (1 + tl.exp(-write)), 0)
-    decay = log_decay(decay, tl.load(A_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32))
-    total = tl.cumsum(tl.where(in_row, decay, 0), 0)
-    gate_place = gates + 2 * (head.to(tl.int64) * tokens + base) + 2 * i
-    tl.store(gate_place, tl.exp(total), mask=in_row)
-    # The last sum itself: another sum of the same decays could differ in its last digit.
-    whole = tl.sum(tl.where(i == tl.minimum(end - base, CHUNK) - 1, total, 0), 0)
-    tl.store(gate_place + 1, tl.exp(tl.where(in_row, whole - total, 0)), mask=in_row)
-    between = tl.exp(tl.where(is_lower, total[:, None] - total[None, :], 0))
-    product = tl.dot(query, tl.trans(key), input_precision="ieee")
-    product = tl.where(is_lower | is_same, product * between, 0)
+    total, beta = gates_of(
+        *(b, a, A_log, dt_bias, gates, base, i, in_row, last, head, tokens, b_stride, a_stride, FAST)
+    )
+    asked = tl.dot(query, tl.trans(key), input_precision="ieee")
+    products = tl.dot(key, tl.trans(key), input_precision="ieee")
     p_place = p + wide * (VH * CHUNK) + ((i[:, None] * VH + head) * CHUNK + i[None, :])
-    tl.store(p_place, product.to(p.dtype.element_ty), mask=in_row[:, None])
-
-    system = tl.dot(key, tl.trans(key), input_precision="ieee")
-    system = tl.where(is_lower, system * between * beta[:, None], 0)
-    inverse = tl.where(is_same, 1.0, 0.0) - tl.where((i // 2)[:, None] == (i // 2)[None, :], system, 0)
-    for level in tl.static_range(1, 6):
-        size = 2**level
-        is_new = (i // size)[:, None] != (i // size)[None, :]
-        is_new = is_new & ((i // (2 * size))[:, None] == (i // (2 * size))[None, :])
-        left = tl.dot(tl.where(is_new, system, 0).to(INVERSE), inverse.to(INVERSE), input_precision="ieee")
-        inverse -= tl.dot(inverse.to(INVERSE), left.to(INVERSE), input_precision="ieee")
+    for_u, for_w = inverse_of_chunk(asked, products, total, beta, p_place, in_row, EXACT, FAST, SIZE)
 
     v_place = mixed + (2 * KH * K + head * V + i[:, None] * C + v_index[None, :])
-    value = tl.load(v_place, mask=in_v, other=0).to(tl.float32)
-    u = tl.dot(inverse.to(DOT), (value * beta[:, None]).to(DOT), input_precision="ieee")
+    value = tl.load(v_place, mask=in_v, other=0).to(DOT)
+    u = tl.dot(for_u.to(DOT), value, input_precision="ieee")
     tl.store(v_place, u.to(mixed.dtype.element_ty), mask=in_v)
     # Loaded again: the registers that would keep it are those of the inversion.
-    key = tl.load(q_place + KH * K, mask=in_k, other=0).to(tl.float32)
-    corrected = (key * (beta * tl.exp(total))[:, None]).to(DOT)
-    corrected = tl.dot(inverse.to(DOT), corrected, input_precision="ieee")
+    key = tl.load(q_place + KH * K, mask=in_k, other=0).to(DOT)
+    corrected = tl.dot(for_w.to(DOT), key, input_precision="ieee")
     w_place = w + wide * (VH * K) + ((i[:, None] * VH + head) * K + k_index[None, :])
     tl.store(w_place, corrected.to(w.dtype.element_ty), mask=in_k)
 
@@ -256,8 +279,20 @@ def pass_of(k_dim: int, v_dim: int, device: torch.device, config: dict[str, Any]
 
 def prepare_tile() -> dict[str, Any]:
     """Of `prepare_kernel`. Its products wait for each other, so that programs beside each other count: three fit a
-    multiprocessor with 168 registers a thread, two without a limit."""
-    return {"num_warps": 4} if torch.version.hip is not None else {"num_warps": 4, "maxnreg": 168}
+    multiprocessor with 168 registers a thread, two without a limit. Blocks of 16 at once save NVIDIA's six products of
+    ten and their barriers; AMD's warps are not as wide as such a block."""
+    return (
+        {"SIZE": 2, "num_warps": 4} if torch.version.hip is not None else {"SIZE": 16, "num_warps": 4, "maxnreg": 168}
+    )
+
+
+def room_for_chunks(
+    tokens: int, v_heads: int, k_dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For w [T, Hv, K], P [T, Hv, CHUNK] and the gates, float32 [Hv, T, 2]."""
+    w_TVK = torch.empty(tokens, v_heads, k_dim, dtype=dtype, device=device)
+    p_TVC = torch.empty(tokens, v_heads, CHUNK, dtype=dtype, device=device)
+    return w_TVK, p_TVC, torch.empty(v_heads, tokens, 2, dtype=torch.float32, device=device)
 
 
 def chunk(
@@ -274,22 +309,15 @@ def chunk(
     """Outputs of the rule for one chunk segment, [tokens, Hv, V].
 
     mixed holds the segment's tokens only, contiguous: q and k of length 1, q scaled, and v, which is overwritten. b and
-    a hold the step's, and may be views with a row stride. `config` replaces entries of `tile`, and under "prepare" the
-    launch options of `prepare_kernel`; "hopper" takes `triton_hopper.pass_kernel`.
+    a hold the step's, and may be views with a row stride. `config` replaces entries of `tile`, under "prepare" those of
+    `prepare_tile`; "hopper" takes `triton_hopper.pass_kernel`.
     """
     v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
-    k_heads, tokens = (mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim), mixed_TC.shape[0]
-    dtype, device = mixed_TC.dtype, mixed_TC.device
+    tokens, dtype, device = mixed_TC.shape[0], mixed_TC.dtype, mixed_TC.device
     is_exact = device.type == "cpu"
     assert dtype in (torch.bfloat16, torch.float16) or is_exact, f"gated delta: chunks of {dtype}"
-    prepare_options = config.pop("prepare", prepare_tile())
-    kernel, slices, options = pass_of(k_dim, v_dim, device, config)
     table = layout.once(chunk_table, segment)
-    w_TVK = torch.empty(tokens, v_heads, k_dim, dtype=dtype, device=device)
-    p_TVC = torch.empty(tokens, v_heads, CHUNK, dtype=dtype, device=device)
-    gates_VT2 = torch.empty(v_heads, tokens, 2, dtype=torch.float32, device=device)
-    out_TVD = torch.empty(tokens, v_heads, v_dim, dtype=dtype, device=device)
-    shapes = {"KH": k_heads, "VH": v_heads, "K": k_dim, "V": v_dim, "CHUNK": CHUNK}
+    w_TVK, p_TVC, gates_VT2 = room_for_chunks(tokens, v_heads, k_dim, dtype, device)
     prepare_kernel[(v_heads, table.shape[0])](
         mixed_TC,
         segment.cut(b_TV),
@@ -303,13 +331,36 @@ def chunk(
         tokens,
         b_TV.stride(0),
         a_TV.stride(0),
-        **shapes,
+        KH=(mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim),
+        VH=v_heads,
+        K=k_dim,
+        V=v_dim,
+        CHUNK=CHUNK,
         BK=max(16, triton.next_power_of_2(k_dim)),
         BV=max(16, triton.next_power_of_2(v_dim)),
         EXACT=is_exact,
+        FAST=fast_way(mixed_TC),
         num_stages=1,
-        **prepare_options,
+        **{**prepare_tile(), **config.pop("prepare", {})},
     )
+    return carry(mixed_TC, w_TVK, p_TVC, gates_VT2, state_pool_SVKD, layout, segment, config)
+
+
+def carry(
+    mixed_TC: Tensor,
+    w_TVK: Tensor,
+    p_TVC: Tensor,
+    gates_VT2: Tensor,
+    state_pool_SVKD: Tensor,
+    layout: Layout,
+    segment: Segment,
+    config: dict[str, Any],
+) -> Tensor:
+    """Outputs [tokens, Hv, V] from what has been prepared: mixed holds q, k and u."""
+    v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
+    tokens, dtype, device = mixed_TC.shape[0], mixed_TC.dtype, mixed_TC.device
+    kernel, slices, options = pass_of(k_dim, v_dim, device, config)
+    out_TVD = torch.empty(tokens, v_heads, v_dim, dtype=dtype, device=device)
     kernel[(slices * v_heads, segment.row_end - segment.row_start)](
         mixed_TC,
         w_TVK,
@@ -323,7 +374,11 @@ def chunk(
         out_TVD,
         tokens,
         segment.row_start,
-        **shapes,
+        KH=(mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim),
+        VH=v_heads,
+        K=k_dim,
+        V=v_dim,
+        CHUNK=CHUNK,
         **options,
     )
     return out_TVD
