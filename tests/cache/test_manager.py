@@ -152,8 +152,8 @@ def test_misuse_is_told() -> None:
     with pytest.raises(AssertionError, match="keeps 3 of 8 tokens and may keep 2"):
         cache.place(lease, 8, 3)
     cache.place(lease, 8, 2)
-    with pytest.raises(AssertionError, match="row in flight"):
-        cache.place(lease, 1, 1)
+    with pytest.raises(AssertionError, match="a row of 2 tokens that keeps 1 starts at an open end"):
+        cache.place(lease, 2, 1)
     with pytest.raises(AssertionError, match="keeps 6 tokens of a row that may keep 7 to 8"):
         cache.commit(lease, 6, numbers(8))
     with pytest.raises(AssertionError, match="7 tokens are told, 8 are in the cache"):

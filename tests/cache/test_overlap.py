@@ -29,8 +29,8 @@ def admitted(cache: CacheManager, n: int) -> Lease:
     return lease
 
 
-def placed(cache: CacheManager, lease: Lease, n: int) -> Placement:
-    placement = cache.place(lease, n, 1)
+def placed(cache: CacheManager, lease: Lease, n: int, keep: int = 1) -> Placement:
+    placement = cache.place(lease, n, keep)
     assert placement is not None
     cache.check([lease])
     return placement
@@ -156,19 +156,68 @@ def test_a_hit_is_held_until_its_reader_is_committed() -> None:
     cache.check([reader])
 
 
-def test_a_row_whose_end_is_open_has_none_behind_it() -> None:
-    cache = manager(max_keep=3)
+def test_a_row_behind_an_open_end_reads_what_that_turns_out_to_keep() -> None:
+    cache = manager(max_keep=3, num_slots=12, keeps=False)
     lease = admitted(cache, 9)
     placed(cache, lease, 9)
-    with pytest.raises(AssertionError, match="may turn out shorter"):
-        cache.place(lease, 3, 3)
     cache.commit(lease, 9, numbers(10))
-    assert cache.place(lease, 3, 3) is not None
-    with pytest.raises(AssertionError, match="may turn out shorter"):
+    start = lease.read
+    first, second = placed(cache, lease, 3, 3), placed(cache, lease, 3, 3)
+    assert (first.read_slot, first.later_slots) == (start, ())
+    assert (second.read_slot, *second.later_slots) == first.write_slots == second.write_slots
+    assert (lease.num_planned, lease.most_planned) == (11, 15)
+    assert len(lease.blocks) * B >= 15
+    with pytest.raises(AssertionError, match="behind one whose start is open"):
         cache.place(lease, 1, 1)
     cache.commit(lease, 2, numbers(12))
     cache.check([lease])
-    after = placed(cache, lease, 1)
-    assert after.read_slot == lease.own[1]
-    assert after.write_slots == (lease.own[0],)
-    assert placed(cache, lease, 1).read_slot == after.write_slots[0]
+    assert (lease.num_done, lease.num_planned, lease.most_planned) == (11, 12, 14)
+    third = placed(cache, lease, 1, 1)
+    assert (third.read_slot, *third.later_slots) == second.write_slots
+    assert third.write_slots == (lease.own[0],)
+    cache.commit(lease, 3, numbers(15))
+    cache.commit(lease, 1, numbers(16))
+    cache.check([lease])
+    assert (lease.num_done, lease.num_planned, lease.most_planned) == (15, 15, 15)
+    assert (lease.read, lease.later) == (lease.own[0], ())
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3, 4, 5])
+def test_states_inside_an_open_end_are_kept_if_it_reaches_them(kept: int) -> None:
+    """Of five tokens behind seven the first and the fifth end a block."""
+    cache = manager(max_keep=5, num_slots=14)
+    lease = admitted(cache, 7)
+    placed(cache, lease, 7)
+    cache.commit(lease, 7, numbers(8))
+    before = cache.usage()
+    first, second = placed(cache, lease, 5, 5), placed(cache, lease, 2, 2)
+    assert (second.read_slot, *second.later_slots) == first.write_slots
+    assert not {first.write_slots[0], first.write_slots[4]} & set(second.write_slots)
+    cache.commit(lease, kept, numbers(7 + kept))
+    cache.check([lease])
+    state = first.write_slots[4 if kept == 5 else 0]
+    reader = admitted(cache, 8 + 4 * (kept == 5) + 1)
+    assert (reader.num_done, reader.read) == (8 + 4 * (kept == 5), state)
+    assert state not in lease.own
+    cache.release(reader)
+    cache.commit(lease, 1, numbers(8 + kept))
+    cache.check([lease])
+    cache.release(lease)
+    cache.check([])
+    assert cache.usage().slots_used == before.slots_used - 5
+
+
+@pytest.mark.parametrize("num_committed", [0, 1, 2])
+def test_open_ends_are_given_back_at_any_moment(num_committed: int) -> None:
+    cache = manager(max_keep=3, num_slots=12)
+    lease = admitted(cache, 6)
+    placed(cache, lease, 6)
+    cache.commit(lease, 6, numbers(7))
+    placed(cache, lease, 3, 3)
+    placed(cache, lease, 3, 3)
+    for number in range(num_committed):
+        cache.commit(lease, 2, numbers(9 + 2 * number))
+    cache.release(lease)
+    cache.check([])
+    usage = cache.usage()
+    assert (usage.blocks_used, usage.slots_used) == (0, 0)

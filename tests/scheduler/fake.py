@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from deltaserve.core.plan import NO_SLOT, Plan, Result, Row, RowResult, Seating
 from deltaserve.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
 
@@ -108,6 +110,8 @@ class FakeRunner:
         self.states: dict[int, int] = {}
         self.seats: dict[int, Seat] = {}
         self.stale: set[int] = set()
+        self.gained: dict[int, int] = {}
+        """By seat: tokens of its last row beyond the first."""
         self.failing: set[int] = set()
         """Seats whose logits are not finite in the next step."""
 
@@ -137,6 +141,7 @@ class FakeRunner:
             self.seats[seating.seat] = Seat.of(seating)
         for row in plan.rows:
             self.seats[row.seat].blocks += row.new_blocks
+        plan = msgspec.structs.replace(plan, rows=[self.settled(row) for row in plan.rows])
         self.check_rows(plan)
         self.check_hazards(plan)
         self.stale = set()
@@ -144,6 +149,14 @@ class FakeRunner:
         for i in order if order is not None else range(len(plan.rows)):
             results[i] = self.compute(plan.rows[i])
         return Result(step=plan.step, rows=[results[i] for i in range(len(plan.rows))])
+
+    def settled(self, row: Row) -> Row:
+        """The row, and where it starts now that the one before is computed."""
+        if not row.later_slots:
+            return row
+        later = self.gained[row.seat]
+        slots = (row.read_slot, *row.later_slots)
+        return msgspec.structs.replace(row, start=row.start + later, read_slot=slots[later], later_slots=())
 
     # ---- what a plan must keep -------------------------------------------------------------------------------------
 
@@ -196,6 +209,7 @@ class FakeRunner:
             self.stale.add(row.seat)
             for slot in row.write_slots:
                 self.states[slot] = POISON
+            self.gained[row.seat] = 0
             return RowResult(token_ids=[0] if row.samples else [])
         certain = row.num_tokens - row.num_drafts
         inputs = seat.token_ids[row.start : row.start + certain] + self.draft(seat, row)
@@ -210,6 +224,7 @@ class FakeRunner:
                 self.states[row.write_slots[t]] = state
         if row.seat in self.failing:
             seat.token_ids += [0] * row.samples  # some token is drawn all the same
+            self.gained[row.seat] = 0
             return RowResult(error="the logits are not finite")
         return self.result(seat, row, inputs, states)
 
@@ -227,6 +242,7 @@ class FakeRunner:
             end = min(row.start + row.num_tokens, seat.num_prompt - 1)
             prompt_scores = [score(seat.token_ids[p + 1], states[p - row.start]) for p in range(row.start, end)]
         seat.token_ids += tokens
+        self.gained[row.seat] = max(len(tokens) - 1, 0)
         return RowResult(
             token_ids=tokens,
             logprobs=scores if row.samples and seat.params.logprobs is not None else None,

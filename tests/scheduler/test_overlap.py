@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 
 from deltaserve.cache.prefix import NoPrefixIndex
@@ -11,8 +14,7 @@ from tests.scheduler.fake import VOCAB, oracle
 from tests.scheduler.rig import Rig, prefix_index
 
 
-def three() -> Speculation:
-    return Speculation(3, adaptive=False)
+DRAFTING: dict[str, Any] = {"num_drafts_for": policy.proposed_drafts, "speculation": Speculation(3, adaptive=False)}
 
 
 def numbers(n: int) -> list[int]:
@@ -86,29 +88,77 @@ def test_a_failed_row_is_followed_by_one_that_says_nothing() -> None:
     rig.compare(good)
 
 
-def test_drafts_wait_for_the_outcome() -> None:
-    rig = Rig(overlap=True, max_drafts=3, num_drafts_for=policy.proposed_drafts, speculation=three())
+def test_a_row_behind_drafts_starts_later_by_those_that_are_accepted() -> None:
+    rig = Rig(overlap=True, max_drafts=3, right_drafts=lambda _: 1, **DRAFTING)
     rig.add(numbers(20), max_tokens=61)
-    rig.add(numbers(4), max_tokens=61)
+    for _ in range(3):
+        rig.step()
+    first, second = rig.plans[-2].rows[0], rig.plans[-1].rows[0]
+    assert (first.start, len(first.later_slots)) == (21, 3)  # behind the first row of four, of which two become the truth
+    assert (second.start, second.read_slot, *second.later_slots) == (23, *first.write_slots)
     rig.finish()
-    stats = rig.scheduler.stats()
-    assert (rig.num_ahead, stats.preemptions) == (0, 0)
-    assert stats.draft_tokens == stats.accepted_tokens > 80
 
 
-def test_a_plan_ahead_proposes_none() -> None:
+@pytest.mark.parametrize("right", [0, 1, 2, 3])
+def test_steps_with_drafts_overlap_and_cost_no_step_but_the_last(right: int) -> None:
+    """A request that ends within a row has one row more behind it."""
+    steps = []
+    for overlap in (False, True):
+        rig = Rig(overlap=overlap, max_drafts=3, right_drafts=lambda k: min(k, right), **DRAFTING)
+        rig.add(numbers(20), max_tokens=61)
+        rig.add(numbers(4), max_tokens=61)
+        rig.finish()
+        stats = rig.scheduler.stats()
+        assert stats.preemptions == 0
+        assert stats.generated_tokens == 122
+        steps.append(stats.steps)
+    assert rig.num_ahead > steps[1] - 4
+    assert 0 <= steps[1] - steps[0] <= 1
+
+
+def test_near_the_longest_context_rows_behind_drafts_wait() -> None:
+    """No row may reach beyond it, whatever is accepted."""
+    for length in range(30, 36):
+        rig = Rig(overlap=True, max_drafts=3, max_model_len=40, **DRAFTING)
+        rig.add(numbers(length), max_tokens=None)
+        while rig.scheduler.has_work:
+            rig.step()
+            assert all(r.start + len(r.later_slots) + r.num_tokens <= 40 for r in rig.plans[-1].rows)
+        rig.finish()
+
+
+def test_drafts_that_resume_wait_for_a_token_that_is_known() -> None:
+    """Entries of the layer that drafts begin anew at it."""
+
+    class Once(Speculation):
+        calls = 0
+
+        def choose(self, num_rows: int) -> int:
+            self.calls += 1
+            return 0 if self.calls % 5 == 0 else 3
+
+    rig = Rig(overlap=True, max_drafts=3, num_drafts_for=policy.proposed_drafts, speculation=Once(3))
+    rig.add(numbers(20), max_tokens=200)
+    rig.finish()
+    behind = [(a.drafts, b.drafts, bool(b.rows[0].later_slots)) for a, b in pairwise(rig.plans)]
+    assert (True, False, True) in behind
+    assert (False, True, False) in behind
+    assert (False, True, True) not in behind
+
+
+def test_a_plan_ahead_proposes_drafts() -> None:
     """The second prompt comes while the first one's chunk is in flight."""
     rig = Rig(
         overlap=True,
         max_drafts=3,
-        num_drafts_for=policy.proposed_drafts,
         max_num_batched_tokens=16,
-        speculation=three(),
+        **DRAFTING,
     )
     rig.add(numbers(60), max_tokens=20)
     rig.in_flight = rig.begin()
     rig.add(numbers(4), max_tokens=20)
     rig.step()
+    assert [row.num_propose for row in rig.plans[-1].rows] == [0, 3]
     assert rig.num_ahead == 1
     rig.finish()
 
@@ -117,13 +167,15 @@ def test_chunks_of_a_prompt_do_not_wait_for_each_other_where_drafts_are_made() -
     rig = Rig(
         overlap=True,
         max_drafts=3,
-        num_drafts_for=policy.proposed_drafts,
         max_num_batched_tokens=16,
-        speculation=three(),
+        **DRAFTING,
     )
     rig.add(numbers(60), max_tokens=20)
-    rig.finish()
+    for _ in range(3):
+        rig.step()
     assert rig.num_ahead == 3
+    assert not any(row.samples for plan in rig.plans[:3] for row in plan.rows)
+    rig.finish()
     assert rig.scheduler.stats().accepted_tokens > 10
 
 

@@ -315,8 +315,8 @@ def test_drafts_leave_prompts_their_half() -> None:
 
 
 def test_drafts_are_given_up_before_a_request_is() -> None:
-    """Two grow side by side in seven blocks, and at some tokens only one of them has room for drafts."""
-    rig = Rig(max_drafts=4, right_drafts=lambda k: 0, num_blocks=7, block_size=4, num_slots=10, max_num_seqs=2)
+    """Two grow side by side in eight blocks, and at some tokens only one of them has room for drafts."""
+    rig = Rig(max_drafts=4, right_drafts=lambda k: 0, num_blocks=8, block_size=4, num_slots=10, max_num_seqs=2)
     rig.add([1], max_tokens=16)
     rig.add([2], max_tokens=10)
     rig.finish()

@@ -19,6 +19,8 @@ class Placement:
     """Behind the lease's other blocks."""
     read_slot: int
     """The state before the row's first token; NO_SLOT is the zero state."""
+    later_slots: tuple[int, ...]
+    """Behind a row whose end is open: that state if the row starts one token later, two ..."""
     write_slots: tuple[int, ...]
     """The state after each token; NO_SLOT is not kept."""
     ahead: int
@@ -27,7 +29,11 @@ class Placement:
     def fill(self, row: Row) -> Row:
         """The row, with its memory."""
         return msgspec.structs.replace(
-            row, new_blocks=self.new_blocks, read_slot=self.read_slot, write_slots=self.write_slots
+            row,
+            new_blocks=self.new_blocks,
+            read_slot=self.read_slot,
+            later_slots=self.later_slots,
+            write_slots=self.write_slots,
         )
 
 
@@ -42,9 +48,14 @@ class Flight:
     """(slot, boundary): slots that get the state at a boundary of the row, for the index. No other row writes them."""
 
     @property
-    def is_certain(self) -> bool:
-        """All its tokens will become the truth, so that a row can be placed behind it."""
-        return self.first_kept == self.num_tokens - 1
+    def num_certain(self) -> int:
+        """Tokens that will become the truth whatever comes."""
+        return self.first_kept + 1
+
+    @property
+    def num_open(self) -> int:
+        """How many more may."""
+        return self.num_tokens - self.num_certain
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +72,7 @@ class Lease:
     num_done: int
     """Tokens whose KV and state are in the cache."""
     num_planned: int
-    """And those of the rows in flight."""
+    """And those of the rows in flight that are certain."""
     known: int
     """Tokens the request came with."""
     shared: int = NO_SLOT
@@ -70,7 +81,14 @@ class Lease:
     """Tokens of the longest prefix whose blocks were found at admission, resumable or not."""
     flights: deque[Flight] = field(default_factory=deque)
     """The rows in flight, oldest first."""
+    later: tuple[int, ...] = ()
+    """Where the last row in flight has an open end: the states after one token more than `num_planned`, two ..."""
 
     @property
     def in_flight(self) -> bool:
         return bool(self.flights)
+
+    @property
+    def most_planned(self) -> int:
+        """Tokens that `num_planned` may turn out to be."""
+        return self.num_planned + sum(flight.num_open for flight in self.flights)

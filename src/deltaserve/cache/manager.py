@@ -12,10 +12,11 @@ snapshot all change integers.
 A lease owns `max_keep` slots, as many as the tokens at a step's end that might become its last one. The state it stands
 on (`Lease.read`) is one of those, or none (the zero state), or a slot of the prefix index that its next step reads.
 
-Steps that overlap. A row may be placed behind one in flight whose end is certain. Steps are computed in the order of
-their plans, so an id that is released is handed out at once: whatever a row in flight still writes there is written
-before its next owner's first step. What is published must not change any more, so a row behind another never writes
-where a state lies that the commit in between may publish. `docs/cache.md` goes through the cases.
+Steps that overlap. A row may be placed behind one in flight; where the end of that is open it starts later than it
+says by as many tokens as that row turns out to keep beyond the first it may. Steps are computed in the order of their
+plans, so an id that is released is handed out at once: whatever a row in flight still writes there is written before its
+next owner's first step. What is published must not change any more, so a row behind another never writes where a state
+lies that the commit in between may publish. `docs/cache.md` goes through the cases.
 """
 
 from __future__ import annotations
@@ -101,13 +102,14 @@ class CacheManager:
         ahead: room for so many more behind them is wished for; all of it is given, or none.
 
         None: no room now, and nothing has changed. Every placement is followed by one `commit`, in the order of the
-        placements, or by `release`. Behind a row in flight that keeps one token another such row may be placed.
+        placements, or by `release`. Behind a row in flight whose end is open, one more row may be placed.
         """
         assert 1 <= keep <= min(n, self.max_keep), f"keeps {keep} of {n} tokens and may keep {self.max_keep}"
         assert lease.own, "a released lease is placed"
-        certain = not lease.flights or (lease.flights[-1].is_certain and keep == 1)
-        assert certain, "a row is placed behind a row in flight, and one of them may turn out shorter"
-        end = lease.num_planned + n
+        num_open = lease.most_planned - lease.num_planned
+        assert num_open == len(lease.later), "a row is placed behind one whose start is open"
+        assert keep == n or not num_open, f"a row of {n} tokens that keeps {keep} starts at an open end"
+        end = lease.most_planned + n
         new = self._take_blocks(self.num_missing(lease, end + ahead))
         if new is None and ahead:
             new, ahead = self._take_blocks(self.num_missing(lease, end)), 0
@@ -115,8 +117,8 @@ class CacheManager:
             return None
         lease.blocks += new
         if lease.flights:
-            self._leave_state(lease)
-        flight, read_slot = Flight(n, n - keep), lease.read
+            self._leave_states(lease)
+        flight, read_slot, later_slots = Flight(n, n - keep), lease.read, lease.later
         write_slots = [NO_SLOT] * (n - keep) + lease.own[:keep]
         for boundary in self._boundaries_inside(lease, end) if flight.first_kept else ():
             inside = boundary - lease.num_planned - 1
@@ -128,18 +130,18 @@ class CacheManager:
                 flight.spares.append((spare[0], boundary))
                 write_slots[inside] = spare[0]
         lease.flights.append(flight)
-        lease.num_planned = end
-        if flight.is_certain:
-            lease.read = lease.own[0]
-        return Placement(tuple(new), read_slot, tuple(write_slots), ahead)
+        lease.num_planned += flight.num_certain
+        lease.read, *later = lease.own[:keep]
+        lease.later = tuple(later)
+        return Placement(tuple(new), read_slot, later_slots, tuple(write_slots), ahead)
 
     def commit(self, lease: Lease, kept: int, token_ids: Sequence[int]) -> None:
         """The first `kept` tokens of the oldest row in flight became the truth. `token_ids`: the sequence, at least so
         far."""
         assert lease.flights, "a commit without a row in flight"
         flight = lease.flights[0]
-        assert flight.first_kept < kept <= flight.num_tokens, (
-            f"keeps {kept} tokens of a row that may keep {flight.first_kept + 1} to {flight.num_tokens}"
+        assert flight.num_certain <= kept <= flight.num_tokens, (
+            f"keeps {kept} tokens of a row that may keep {flight.num_certain} to {flight.num_tokens}"
         )
         start, lease.num_done = lease.num_done, lease.num_done + kept
         assert len(token_ids) >= lease.num_done, f"{len(token_ids)} tokens are told, {lease.num_done} are in the cache"
@@ -147,10 +149,10 @@ class CacheManager:
         self._drop_shared(lease)
         self._index.publish(lease.chain, token_ids, lease.blocks, lease.num_done)
         self._give_spares(lease, flight)
+        lease.num_planned += kept - flight.num_certain
         if lease.flights:
             return  # the row behind has written where this one's last state was
-        lease.num_planned = lease.num_done
-        lease.read = lease.own[kept - 1 - flight.first_kept]
+        lease.read, lease.later = lease.own[kept - flight.num_certain], ()
         boundary = lease.num_done // self.block_size * self.block_size
         inside = boundary - 1 - start - flight.first_kept
         if inside >= 0 and self._index.wants_state(lease.chain, boundary, lease.known):
@@ -170,7 +172,7 @@ class CacheManager:
             self._blocks.drop(block)
         for slot in lease.own:
             self._slots.drop(slot)
-        lease.blocks, lease.own, lease.read = [], [], NO_SLOT
+        lease.blocks, lease.own, lease.read, lease.later = [], [], NO_SLOT, ()
         lease.flights.clear()
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
@@ -217,10 +219,12 @@ class CacheManager:
         for lease in leases:
             assert len(lease.own) == self.max_keep, f"a lease owns {len(lease.own)} slots instead of {self.max_keep}"
             assert lease.read in (NO_SLOT, lease.shared, *lease.own), f"a lease reads slot {lease.read}, not its own"
-            first = lease.num_done == 0 and (lease.num_planned == 0 or not lease.flights[-1].is_certain)
-            assert (lease.read == NO_SLOT) == first, "a lease has a state without tokens, or none with"
-            placed = sum(flight.num_tokens for flight in lease.flights)
+            no_token = lease.num_planned == 0
+            assert (lease.read == NO_SLOT) == no_token, "a lease has a state without tokens, or none with"
+            placed = sum(flight.num_certain for flight in lease.flights)
             assert lease.num_planned == lease.num_done + placed, "a lease has miscounted the rows in flight"
+            num_open = lease.flights[-1].num_open if lease.flights else 0
+            assert lease.later == tuple(lease.own[1 : 1 + num_open]), "a lease has lost states that may be the truth"
             assert len(lease.chain.entries) * self.block_size <= lease.num_done, (
                 "what rows in flight write is published"
             )
@@ -261,19 +265,19 @@ class CacheManager:
         self._index.surrender(lease.chain)
         return [slot, *others]
 
-    def _leave_state(self, lease: Lease) -> None:
-        """Before a row is placed behind the ones in flight: where the last of these ends on a boundary at which a state
-        is wanted, its slot is kept for the index, and the row that comes writes a fresh one. Without a fresh one it is
-        written in place, and the state is not kept."""
-        boundary = lease.num_planned
-        if boundary % self.block_size or not self._index.wants_state(lease.chain, boundary, lease.known):
-            return
-        fresh = self._take_slots(1)
-        if fresh is None:
-            self._num_dropped += 1
-            return
-        lease.flights[-1].spares.append((lease.own[0], boundary))
-        lease.own[0] = fresh[0]
+    def _leave_states(self, lease: Lease) -> None:
+        """Before a row is placed behind the ones in flight: where the last of these may end on a boundary at which a
+        state is wanted, or cross it, its slot is kept for the index, and the row that comes writes a fresh one. Without
+        a fresh one it is written in place, and the state is not kept."""
+        for i, boundary in enumerate(range(lease.num_planned, lease.most_planned + 1)):
+            if boundary % self.block_size or not self._index.wants_state(lease.chain, boundary, lease.known):
+                continue
+            fresh = self._take_slots(1)
+            if fresh is None:
+                self._num_dropped += 1
+                continue
+            lease.flights[-1].spares.append((lease.own[i], boundary))
+            lease.own[i] = fresh[0]
 
     def _give_own(self, lease: Lease, i: int, boundary: int) -> None:
         """Hand own[i] to the index and take a fresh slot in its place. No bytes move."""
@@ -300,6 +304,7 @@ class CacheManager:
         return kept
 
     def _give_spares(self, lease: Lease, flight: Flight) -> None:
+        """Those at boundaries that the row has reached; of others the index has no block."""
         for slot, boundary in flight.spares:
             assert slot not in lease.own, "a state is published that a row in flight writes"
             self._keep(lease, boundary, slot)

@@ -51,6 +51,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Appended to the seat's block table before the step."""
     read_slot: int = NO_SLOT
     """The state before the row's first token."""
+    later_slots: tuple[int, ...] = ()
+    """Planned while the request's row before is in flight, of which some tokens may turn out wrong: that state if this
+    row starts at `start` + 1, + 2, ... It starts there if that row gives one token more than its first, two more ..."""
     write_slots: tuple[int, ...] = ()
     """The state after each token; one per token."""
 

@@ -43,10 +43,10 @@ class Admission:
         return seated
 
     def blocks_owed(self, sequence: Sequence) -> int:
-        """Blocks that a running request needs for the tokens it has and those of a step or two, and one more to grow
-        into."""
+        """Blocks that a running request needs for the tokens it has and those of its next two steps, and one more to
+        grow into."""
         assert sequence.lease is not None, "a waiting request is owed blocks"
-        longest = min(sequence.num_expected + 2 * (self._cache.max_keep - 1), sequence.max_len)
+        longest = sequence.num_expected + 2 * (self._cache.max_keep - 1)
         return self._cache.num_missing(sequence.lease, longest) + 1
 
     def _without_followers(self, candidates: list[Sequence]) -> list[Sequence]:

@@ -12,12 +12,13 @@ without a share of this step's tokens may be overtaken by a shorter one; one wit
 A row of a step counts only if its request still holds the lease that the row was planned with: results of a request
 that was aborted or sent back to wait meanwhile are dropped, at any phase and without a flag.
 
-Steps that overlap. While one step is in flight, `plan` gives the next where that needs nothing of the first one's
-outcome: rows of one token whose last token is sampled by the step in flight, chunks that continue, and admissions. A
-sequence advances by what is planned, so a row that must be its last by length is followed by none; one that a stop
-token ends has one row too many, which is dropped as above. A plan made ahead takes nothing from anybody and leaves
-nobody out whom the same plan made later would hold: where somebody waits for the outcome (with drafts, a row's length
-follows from what was accepted) or memory would have to be taken, it is not made, and the caller commits first.
+Steps that overlap. While one step is in flight, `plan` gives the next: rows whose last token is sampled by the step in
+flight, chunks that continue, and admissions. A sequence advances by what is certain of its row in flight; where drafts
+are verified there, the next row starts later by as many as are accepted, and has memory for all of them. So a row that
+must be its last by length is followed by none; one that turns out to be the last has one row too many, which is dropped
+as above. A plan made ahead takes nothing from anybody and leaves nobody out whom the same plan made later would hold:
+where memory would have to be taken, or the longest context might not hold the row, it is not made, and the caller
+commits first.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Scheduler:
                 "raise the first or lower the second"
             )
         self._cache, self._lines = cache, Lines(max_num_seqs)
+        self._longest = min(max_model_len, cache.max_tokens)
         self._max_num_batched_tokens, self._max_model_len = max_num_batched_tokens, max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
         self._num_drafts_for = num_drafts_for
@@ -99,7 +101,7 @@ class Scheduler:
         self._num_propose: int | None = None
         """The choice for the next plan, when it was asked for and that plan is not made yet."""
         self._drafts_in_use = False
-        """By the last choice: a plan made ahead asks for none."""
+        """By the last plan."""
         self._counters = Counters()
         self._admission = Admission(cache, self._lines, self._counters)
 
@@ -123,9 +125,8 @@ class Scheduler:
                 f"the prompt has {num_prompt} tokens and the cache holds {self._cache.max_tokens}; "
                 "shorten it, or give the cache more memory (cache_memory_gib, num_blocks)"
             )
-        max_len = min(self._max_model_len, self._cache.max_tokens)
         seed = self._seeds.getrandbits(63)
-        self._lines.join(Sequence.of(request, self._num_added, self._eos_token_ids, seed, max_len))
+        self._lines.join(Sequence.of(request, self._num_added, self._eos_token_ids, seed, self._longest))
         self._num_added += 1
 
     def abort(self, request_id: str, reason: str) -> bool:
@@ -166,19 +167,19 @@ class Scheduler:
         plan is followed by its `commit`, in the order of the plans."""
         assert len(self._in_flight) < 2, f"steps {list(self._in_flight)} are planned and not committed"
         ahead = bool(self._in_flight)
-        if not self._lines or (ahead and self._must_wait()):
-            return None
         extending = self._lines.extending
+        if not self._lines or (ahead and self._must_wait(extending)):
+            return None
         wanted = self._wanted_drafts(extending)
         drafts = self._share_drafts(extending, list(wanted.values()))
         budget = self._max_num_batched_tokens - len(extending) - sum(drafts)
-        seated = self._admission.admit(budget)
-        sizes = {s.order: 1 + k for s, k in zip(extending, drafts, strict=True)} | self._share_prompts(budget)
-        if ahead and not self._has_room(sizes):
-            assert not seated, "requests are let in and there is no room for the step"
+        sizes = {s.order: 1 + k for s, k in zip(extending, drafts, strict=True)}
+        if ahead and not self._has_room(sizes | self._share_prompts(budget)):
             return None
+        seated = self._admission.admit(budget)
+        sizes |= self._share_prompts(budget)
         seatings = [s.seating() for s in seated]
-        planned = self._place(sizes, wanted, 0 if ahead else self._choose_drafts())
+        planned = self._place(sizes, wanted, self._choose_drafts())
         assert planned or ahead, "requests wait and none can move"
         assert all(s.lease is not None for s in seated), "a request is let in and sent back in one step"
         if not planned:
@@ -222,12 +223,16 @@ class Scheduler:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _must_wait(self) -> bool:
-        """Whether a row's length follows from the outcome of the step in flight."""
-        rows = [p.row for flight in self._in_flight.values() for p in flight if p.is_live and p.row.samples]
-        if any(row.num_drafts or row.num_propose for row in rows):
+    def _must_wait(self, extending: list[Sequence]) -> bool:
+        """Whether the next step cannot be planned before the outcome of the one in flight is known."""
+        open_ends = [s.lease for s in extending if s.lease is not None and s.lease.later]
+        if any(lease.most_planned >= self._longest for lease in open_ends):
             return True
-        return bool(rows) and self._choose_drafts() > 0
+        # The layer that drafts must have room for its entry of whichever token turns out to be the last, and take up its
+        # entries at one that is known.
+        if not self._drafts_in_use:
+            return bool(open_ends) and self._choose_drafts() > 0
+        return any(len(lease.blocks) * self._cache.block_size <= lease.most_planned for lease in open_ends)
 
     def _choose_drafts(self) -> int:
         """Drafts that the next plan proposes; asked once for each plan."""
@@ -238,9 +243,13 @@ class Scheduler:
         return self._num_propose
 
     def _has_room(self, sizes: dict[int, int]) -> bool:
-        """Whether memory for the step can be had without sending anybody back."""
+        """Whether memory for the step can be had without sending anybody back, now or for want of blocks that an open
+        end turns out not to need."""
         leases = [(s.lease, sizes[s.order]) for s in self._lines.running if s.order in sizes and s.lease is not None]
-        return self._cache.has_blocks(sum(self._cache.num_missing(it, it.num_planned + n) for it, n in leases))
+        least = sum(self._cache.num_missing(it, it.num_planned + n) for it, n in leases)
+        most = sum(self._cache.num_missing(it, it.most_planned + n) for it, n in leases)
+        owed = sum(self._admission.blocks_owed(s) for s in self._lines.running) if most > least else 0
+        return self._cache.has_blocks(most + owed)
 
     def _wanted_drafts(self, extending: list[Sequence]) -> dict[int, int]:
         """Of each request, by order of arrival: drafts that it has and can use."""
@@ -248,7 +257,7 @@ class Scheduler:
         for sequence in extending:
             assert sequence.lease is not None, "a waiting request extends"
             room = sequence.max_len - sequence.lease.num_planned - 2  # the token behind the drafts is output too
-            most = 0 if sequence.lease.in_flight else min(self._cache.max_keep - 1, room)
+            most = min(self._cache.max_keep - 1, room)
             wanted[sequence.order] = max(min(self._num_drafts_for(sequence), most), 0)
         return wanted
 
@@ -256,8 +265,7 @@ class Scheduler:
         """Drafts of each row: as many as its mates have, as far as the longest context goes."""
         prompts = [*self._lines.prefilling, *self._lines.candidates]
         number = policy.share_drafts(self._max_num_batched_tokens, wanted, sum(s.num_to_prefill for s in prompts))
-        longest = min(self._max_model_len, self._cache.max_tokens)
-        return [0 if s.lease is None else min(number, longest - s.lease.num_planned - 1) for s in extending]
+        return [0 if s.lease is None else min(number, self._longest - s.lease.most_planned - 1) for s in extending]
 
     def _share_prompts(self, budget: int) -> dict[int, int]:
         """Chunk sizes of those who prefill, by order of arrival."""
@@ -288,6 +296,7 @@ class Scheduler:
                     row = self._place_row(sequence, lease, num_certain, num_drafts, most)
             if row is not None:
                 num_real = min(num_drafts, wanted.get(sequence.order, 0))
+                sequence.num_proposed = row.num_propose
                 planned.append(_Planned(sequence, lease, row, extends, num_real))
         return planned
 
@@ -298,7 +307,7 @@ class Scheduler:
         nobody who runs will need soon: drafts cost no request its seat. All of a kind or none: rows stay alike."""
         lease = sequence.lease
         assert lease is not None, "a waiting request has drafts"
-        end = lease.num_planned + num_certain
+        end = lease.most_planned + num_certain
         least = self._cache.num_missing(lease, end)
         for verify, propose in ((num_drafts, num_propose), (num_drafts, 0), (0, num_propose)):
             missing = self._cache.num_missing(lease, end + verify + propose)
@@ -313,7 +322,8 @@ class Scheduler:
         num_tokens = end - start
         samples = end - num_drafts >= sequence.prompt_end and sequence.wants_output
         # A draft is of use if another token may follow it.
-        num_propose = min(num_propose, max(sequence.max_len - end - 2, 0)) if samples else 0
+        room = min(sequence.max_len - end - 2, self._longest - lease.most_planned - num_tokens)
+        num_propose = min(num_propose, max(room, 0)) if samples else 0
         placement = self._cache.place(lease, num_tokens, keep=1 + num_drafts, ahead=num_propose)
         if placement is None:
             return None
@@ -339,7 +349,6 @@ class Scheduler:
         if output is not None and planned.extends:
             output.num_draft_tokens = num_drafts
             output.num_accepted_tokens = min(num_accepted, len(output.token_ids))
-        sequence.num_proposed = row.num_propose
         failed = result.error is not None
         if not failed:
             self._cache.commit(planned.lease, kept, sequence.token_ids)
