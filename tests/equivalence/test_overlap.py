@@ -15,6 +15,7 @@ import pytest
 from deltaserve.config import EngineConfig
 from deltaserve.core.request import Output, Request, SamplingParams
 from deltaserve.engine.engine import Engine
+from deltaserve.scheduler.speculation import Speculation
 from tests.equivalence.watch import Watched
 from tests.models.factory import tiny_config, write_checkpoint
 from tests.runner.test_graphs import with_graphs
@@ -70,7 +71,7 @@ def configure(folder: Path, overlap: str, guesses: int = 0, **settings: Any) -> 
 
 
 def make(folder: Path, overlap: str, *, late: Late = None, guesses: int = 0, **settings: Any) -> Watched:
-    watched = Watched(configure(folder, overlap, guesses, **settings), NAN)
+    watched = Watched(configure(folder, overlap, guesses, **settings), NAN, Speculation(guesses, adaptive=False))
     let_outcomes_come_late(watched.engine, late)
     return watched
 
@@ -131,17 +132,21 @@ def off(folder: Path) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("prefix_cache", ["on", "off"])
-@pytest.mark.parametrize(("late", "guesses"), [(None, 0), ("eager", 0), ("graphs", 0), (None, 2)])
+@pytest.mark.parametrize(
+    ("late", "guesses"), [(None, 0), ("eager", 0), ("graphs", 0), (None, 2), ("eager", 2), ("graphs", 2)]
+)
 def test_on_equals_off(late: Late, guesses: int, prefix_cache: str, folder: Path, off: dict[str, list[Any]]) -> None:
     settings = {"num_slots": 4 * (1 + guesses) + 8, "prefix_cache": prefix_cache}
     watched = make(folder, "on", late=late, guesses=guesses, **settings)
     assert answers(watched, None) == off
-    assert watched.workers.num_ahead > 50 or guesses
+    assert watched.workers.num_ahead > 50
+    assert watched.workers.num_open > 50 or not guesses
     if prefix_cache == "on":
         assert watched.assert_kept_is_right(1e-8, at_most=4) > 0
         assert watched.engine.stats().cached_tokens > 0
 
 
+@pytest.mark.parametrize("guesses", [0, 3])
 @pytest.mark.parametrize(
     ("late", "settings"),
     [
@@ -153,9 +158,10 @@ def test_on_equals_off(late: Late, guesses: int, prefix_cache: str, folder: Path
     ],
 )
 def test_whatever_comes_and_goes(
-    late: Late, settings: dict[str, int], folder: Path, off: dict[str, list[Any]], seed: int
+    late: Late, settings: dict[str, int], guesses: int, folder: Path, off: dict[str, list[Any]], seed: int
 ) -> None:
-    watched = make(folder, "on", late=late, **settings)
+    slots = settings.get("num_slots", 12) * (1 + guesses)
+    watched = make(folder, "on", late=late, guesses=guesses, **settings | {"num_slots": slots})
     said = answers(watched, random.Random(seed))
     assert said == {name: off[name] for name in said}
     assert len(said) > len(off) // 2

@@ -21,13 +21,14 @@ from deltaserve.core.plan import Plan
 from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.engine import Engine
 from deltaserve.runner.draft import Guesser
-from deltaserve.runner.inputs import Batch, Ints, Numbers
+from deltaserve.runner.inputs import Batch
 from deltaserve.runner.sampling import Sampled, Sampler
+from deltaserve.runner.staging import Ints
 from deltaserve.scheduler.speculation import Speculation
+from tests.equivalence.test_overlap import Late, let_outcomes_come_late
 from tests.equivalence.truth import Answer, Truth
 from tests.equivalence.watch import Watched
 from tests.models.factory import tiny_config, write_checkpoint
-from tests.runner.test_graphs import with_graphs
 from tests.serving import serving
 
 VOCAB = 160
@@ -123,7 +124,8 @@ class Scripted:
         given = [] if sampled is None else sampled.num_tokens.tolist()
         for row_number, num_given in zip(numbers.sampling.tolist(), given, strict=True):
             row = plan.rows[row_number]
-            known = int(numbers.ends[row_number] - numbers.num_guesses[row_number]) + num_given - 1
+            later = 0 if batch.later is None else int(batch.later[row_number])
+            known = int(numbers.ends[row_number] - numbers.num_guesses[row_number]) + later + num_given - 1
             num_right = self.draw.randint(0, row.num_propose)
             text = self.seated[row.seat]
             for number in range(row.num_propose):
@@ -132,8 +134,8 @@ class Scripted:
                 wrong = number >= num_right
                 self.recent[row.seat, 1 + number] = (right + self.draw.randint(1, VOCAB - 1) * wrong) % VOCAB
 
-    def learn(self, numbers: Numbers, rows: Ints, num_tokens: Ints) -> None:
-        self.inner.learn(numbers, rows, num_tokens)
+    def learn(self, seats: Ints, num_more: Ints) -> None:
+        self.inner.learn(seats, num_more)
 
     @staticmethod
     def _key(prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
@@ -162,20 +164,20 @@ def traffic(engine: Engine, answers: dict[str, Answer], draw: random.Random) -> 
         engine.check()
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("late", [None, "eager", "graphs"])
 @pytest.mark.parametrize("overlap", ["on", "off"])
 @pytest.mark.parametrize("prefix_cache", ["on", "off"])
 @pytest.mark.parametrize("guesses", [0, 1, 2, 3, 4])
 def test_all_cells_give_the_same_tokens(
-    guesses: int, prefix_cache: str, overlap: str, graphs: bool, folder: Path, alone: dict[str, Answer], seed: int
+    guesses: int, prefix_cache: str, overlap: str, late: Late, folder: Path, alone: dict[str, Answer], seed: int
 ) -> None:
+    """`late`: outcomes come when they are asked for, as on a GPU, without graphs or with them."""
     draw = random.Random(seed)
-    budget = BUDGETS[(guesses + 2 * (prefix_cache == "on") + (overlap == "on") + graphs) % len(BUDGETS)]
+    budget = BUDGETS[(guesses + 2 * (prefix_cache == "on") + (overlap == "on") + (late == "graphs")) % len(BUDGETS)]
     watched = Watched(config(folder, guesses, prefix_cache, budget, overlap=overlap), NAN, always(guesses))
     engine, runner = watched.engine, watched.engine.workers.runner
     assert runner is not None
-    if graphs:
-        with_graphs(engine)
+    let_outcomes_come_late(engine, late)
     if runner.guesser is not None:
         runner.guesser = Scripted(runner.guesser, runner.inputs.recent, list(alone.values()), draw)
     num_finished, some = 0, dict(draw.sample(list(alone.items()), 7))
@@ -194,6 +196,7 @@ def test_all_cells_give_the_same_tokens(
         assert watched.assert_kept_is_right(1e-8, at_most=4) > 0
     if guesses:
         assert 0 < stats.accepted_tokens < stats.draft_tokens
+        assert (watched.workers.num_later > 0) == (overlap == "on")
 
 
 def always(guesses: int) -> Speculation:
@@ -280,10 +283,10 @@ class Finite:
         return self.sampler.draft(logits_BV, seats, positions)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("late", [None, "eager", "graphs"])
 @pytest.mark.parametrize("prefix_cache", ["on", "off"])
 def test_drafting_that_stops_and_resumes(
-    prefix_cache: str, graphs: bool, folder: Path, alone: dict[str, Answer], seed: int
+    prefix_cache: str, late: Late, folder: Path, alone: dict[str, Answer], seed: int
 ) -> None:
     """No entries are made meanwhile; the memory where they would be is NaN."""
     draw = random.Random(seed)
@@ -292,8 +295,7 @@ def test_drafting_that_stops_and_resumes(
     runner = watched.engine.workers.runner
     assert runner is not None
     assert runner.look_ahead is not None
-    if graphs:
-        with_graphs(watched.engine)
+    let_outcomes_come_late(watched.engine, late)
     finite = Finite(runner.sampler)
     runner.look_ahead.sampler = finite  # type: ignore[assignment]
     for _ in range(2):

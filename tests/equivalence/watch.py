@@ -57,14 +57,17 @@ class WatchedWorkers(Workers):
         self.pools, self.cache = pools, cache
         self.tables: dict[int, list[int]] = {}
         self.num_mixed = self.num_chunks = self.num_ahead = self.num_in_flight = 0
+        self.num_open = self.num_later = 0
+        """Rows whose start was open when they were planned, and those that started later."""
         self.state_after: dict[int, tuple[int, int]] = {}
         """Slot -> the step that wrote it last, and how many tokens its state is after."""
 
     def launch(self, plan: Plan) -> Pending:
         pools = self.pools
         before = [bits(pool).clone() for pool in (*pools.kv, *pools.per_slot)]
+        starts = self._starts(plan)
         pending = super().launch(plan)
-        slots, places, ahead = self._written(plan)
+        slots, places, ahead = self._written(plan, starts)
         cached_blocks, cached_slots = self.cache._index.check()
         assert not slots & set(cached_slots), f"{plan}: writes published states"
         assert not {block for block, _ in places | ahead} & set(cached_blocks), f"{plan}: writes published blocks"
@@ -86,24 +89,34 @@ class WatchedWorkers(Workers):
         self.num_in_flight += 1
         return Watching(self, pending)
 
-    def _written(self, plan: Plan) -> tuple[set[int], set[tuple[int, int]], set[tuple[int, int]]]:
+    def _starts(self, plan: Plan) -> list[int]:
+        """Where each row really starts. What was launched before is computed: this is a CPU."""
+        assert self.runner is not None
+        inputs = self.runner.inputs
+        gained = inputs.gained if inputs.runs_ahead else self.runner.seats.gained
+        for row in plan.rows:
+            self.num_open += bool(row.later_slots)
+            self.num_later += bool(row.later_slots) and int(gained[row.seat]) > 0
+        return [row.start + min(int(gained[row.seat]), len(row.later_slots)) for row in plan.rows]
+
+    def _written(self, plan: Plan, starts: list[int]) -> tuple[set[int], set[tuple[int, int]], set[tuple[int, int]]]:
         """Slots; (block, offset) of keys and values; and those of the MTP layer, whose entries run ahead."""
         for seating in plan.seatings:
             self.tables[seating.seat] = list(seating.blocks)
         slots: set[int] = set()
         places: set[tuple[int, int]] = set()
         ahead: set[tuple[int, int]] = set()
-        for row in plan.rows:
+        for row, start in zip(plan.rows, starts, strict=True):
             self.tables[row.seat] += row.new_blocks
-            states = {slot: row.start + t + 1 for t, slot in enumerate(row.write_slots) if slot >= 0}
+            states = {slot: start + t + 1 for t, slot in enumerate(row.write_slots) if slot >= 0}
             self.state_after |= {slot: (plan.step, length) for slot, length in states.items()}
             slots.update(states)
             table = self.tables[row.seat]
-            end = row.start + row.num_tokens
-            places.update((table[t // BLOCK], t % BLOCK) for t in range(row.start, end))
+            end = start + row.num_tokens
+            places.update((table[t // BLOCK], t % BLOCK) for t in range(start, end))
             most = max(r.num_propose for r in plan.rows)  # in the row's own blocks, which nobody else reads there
             last = min(end + max(most, 1), len(table) * BLOCK)
-            ahead.update((table[t // BLOCK], t % BLOCK) for t in range(max(row.start, 1), last))
+            ahead.update((table[t // BLOCK], t % BLOCK) for t in range(max(start, 1), last))
         return slots, places, ahead
 
 

@@ -16,11 +16,13 @@ from deltaserve.config import EngineConfig
 from deltaserve.core.plan import Plan, Row, Seating
 from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.engine import Engine
-from deltaserve.runner.draft import LookAhead
-from deltaserve.runner.inputs import Inputs, Numbers, Seats
+from deltaserve.runner.draft import Guesser, LookAhead
+from deltaserve.runner.inputs import Batch, Inputs, Numbers, Seats
 from deltaserve.runner.memory import Pools
-from deltaserve.runner.sampling import Sampler
+from deltaserve.runner.sampling import Sampled, Sampler
+from deltaserve.runner.staging import Ints
 from deltaserve.scheduler.speculation import Speculation
+from tests.equivalence.test_overlap import Late, let_outcomes_come_late
 from tests.models.factory import layer_kinds, tiny_config, write_checkpoint
 from tests.models.reference import Reference
 from tests.runner.test_graphs import with_graphs
@@ -91,7 +93,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), shape, seed=8, mtp=True)
 
 
-def make_engine(folder: Path, max_num_seqs: int) -> tuple[Engine, Recorder]:
+def make_engine(folder: Path, max_num_seqs: int, overlap: str = "off") -> tuple[Engine, Recorder]:
+    """Without overlap a call of `step` is one step."""
     engine = Engine(
         EngineConfig(
             model=str(folder),
@@ -101,6 +104,7 @@ def make_engine(folder: Path, max_num_seqs: int) -> tuple[Engine, Recorder]:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=50,
             num_blocks=8 * max_num_seqs,
+            overlap=overlap,  # type: ignore[arg-type]
         ),
         fill=float("nan"),
         speculation=Speculation(3, adaptive=False),
@@ -169,6 +173,62 @@ def test_drafts_of_several_seats_at_once(folder: Path, graphs: bool) -> None:
     assert most == 4
 
 
+class Proposals:
+    """Of each step: the first tokens of whoever sits on a seat, and what was drawn for it."""
+
+    def __init__(self, inner: Guesser, recorder: Recorder) -> None:
+        self.inner, self.recorder = inner, recorder
+        self.prompts: dict[int, list[int]] = {}
+        self.drawn: list[tuple[list[int], list[tuple[int, Tensor, int]]]] = []
+        self.num_open = 0
+
+    def begin(self, plan: Plan) -> None:
+        self.inner.begin(plan)
+        self.prompts |= {seating.seat: seating.token_ids for seating in plan.seatings}
+
+    def propose(self, plan: Plan, batch: Batch, hidden_TD: Tensor, sampled: Sampled | None) -> None:
+        self.recorder.step.clear()
+        self.inner.propose(plan, batch, hidden_TD, sampled)
+        wanted = {row.seat: row.num_propose for row in plan.rows}
+        later = 0 if batch.later is None else int(batch.later.max())
+        for seat, drawn in self.recorder.step.items():
+            self.drawn.append((self.prompts[seat], drawn[: wanted[seat]]))
+            self.num_open += later > 0
+
+    def learn(self, seats: Ints, num_more: Ints) -> None:
+        self.inner.learn(seats, num_more)
+
+
+@pytest.mark.parametrize("late", [None, "eager", "graphs"])
+def test_drafts_of_rows_that_start_later_than_was_planned(folder: Path, late: Late) -> None:
+    """Steps overlap, and drafts count as right at random."""
+    reference = reference_of(folder)
+    engine, recorder = make_engine(folder, 3, overlap="on")
+    let_outcomes_come_late(engine, late)
+    runner = engine.workers.runner
+    assert runner is not None
+    assert runner.guesser is not None
+    runner.sampler.pretend([0.7])
+    runner.guesser = proposals = Proposals(runner.guesser, recorder)
+    draw, said = torch.Generator().manual_seed(3), dict[str, list[int]]()
+    for number, length in enumerate((70, 3, 120, 1, 62)):
+        prompt = torch.randint(160, (length,), generator=draw).tolist()
+        params = SamplingParams(temperature=1.0, seed=number, max_tokens=25, ignore_eos=True)
+        said[str(number)] = list(prompt)
+        engine.add(Request(request_id=str(number), prompt_token_ids=prompt, params=params, arrival=0.0))
+    while engine.has_work():
+        for output in engine.step():
+            said[output.request_id] += output.token_ids
+    compared = 0
+    for prompt, drawn in proposals.drawn:
+        [tokens] = [told for told in said.values() if told[: len(prompt)] == prompt]
+        if drawn and drawn[0][0] <= len(tokens):  # not of a row behind the last one
+            compared += compare(reference, tokens[: drawn[0][0]], drawn)
+    assert compared > 60
+    assert proposals.num_open > 20 or late is None  # then the host knows it all
+    assert engine.stats().accepted_tokens > 40
+
+
 def test_drafts_of_logits_that_are_not_finite_are_some_tokens() -> None:
     sampler = Sampler(1, 10, torch.device("cpu"), torch.float32)
     for temperature in (0.0, 1.0):
@@ -211,9 +271,11 @@ def test_a_prefix_has_the_entries_of_its_whole_blocks_from_the_end_backwards() -
 def test_a_block_is_whole_when_its_last_true_entry_is_there(given: int, is_whole: bool) -> None:
     book = bookkeeper()
     begin(book, 0, (), (5,))
-    book.seats.num_ahead[0] = 61
+    book.seats.num_ahead[0] = 62
     numbers = three_tokens_at(0, 61)
-    book.learn(numbers, np.array([0]), np.array([given]))
+    book._note(numbers, book._entries(numbers))
+    assert book.seats.num_ahead[0] == 63
+    book.learn(np.array([0]), np.array([given - 1]))
     assert book.seats.num_ahead[0] == min(62 + given, 64)
     assert book.is_whole(5) == is_whole
 
@@ -222,11 +284,11 @@ def test_a_block_that_changes_hands_is_not_whole() -> None:
     """Also where the one who had it learns of its last step afterwards."""
     book = bookkeeper()
     begin(book, 0, (), (5,))
-    book.seats.num_ahead[0] = 62
-    book.learn(three_tokens_at(0, 61), np.array([0]), np.array([3]))
+    book.seats.num_ahead[0] = 63
+    book.learn(np.array([0]), np.array([2]))
     assert book.is_whole(5)
     begin(book, 1, (), (5,))
     assert not book.is_whole(5)
-    book.seats.num_ahead[0] = 62
-    book.learn(three_tokens_at(0, 61), np.array([0]), np.array([3]))
+    book.seats.num_ahead[0] = 63
+    book.learn(np.array([0]), np.array([2]))
     assert not book.is_whole(5)

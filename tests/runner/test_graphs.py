@@ -33,6 +33,7 @@ def with_graphs(engine: Engine) -> StepGraphs:
         runner.pools,
         runner.seats,
         runner.inputs.recent,
+        runner.inputs.gained,
         lengths=range(1, 2 + blueprint.num_guesses),
         max_tokens=engine.blueprint.max_num_batched_tokens,
         hidden_size=blueprint.model.hidden_size,

@@ -117,7 +117,7 @@ def test_no_buffer_is_filled_again_before_it_is_copied() -> None:
     """However many are sent before the device takes the first."""
     seats, device = Seats(1, 64), torch.device("cuda")
     seats.block_table[0] = 0
-    feed, sent = Feed(seats, 2, 65, device), []
+    feed, sent = Feed(seats, 2, 65, 1, device), []
     torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
     for token in range(3 * COPIES):
         seats.token_ids[0] = token

@@ -12,8 +12,9 @@ import torch
 from deltaserve.core.plan import Plan, Row, Seating
 from deltaserve.core.request import SamplingParams
 from deltaserve.ops.layout import BLOCK
-from deltaserve.runner.inputs import Batch, Inputs, Ints, Numbers, Seats, _pack, _unpack
+from deltaserve.runner.inputs import Batch, Inputs, Numbers, Seats
 from deltaserve.runner.memory import Pools
+from deltaserve.runner.staging import Ints, _pack, _unpack
 
 CPU = torch.device("cpu")
 POOLS = Pools(kv=(), conv=(), state=())

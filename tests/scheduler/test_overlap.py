@@ -13,7 +13,6 @@ from deltaserve.scheduler.speculation import Speculation
 from tests.scheduler.fake import VOCAB, oracle
 from tests.scheduler.rig import Rig, prefix_index
 
-
 DRAFTING: dict[str, Any] = {"num_drafts_for": policy.proposed_drafts, "speculation": Speculation(3, adaptive=False)}
 
 
@@ -94,7 +93,10 @@ def test_a_row_behind_drafts_starts_later_by_those_that_are_accepted() -> None:
     for _ in range(3):
         rig.step()
     first, second = rig.plans[-2].rows[0], rig.plans[-1].rows[0]
-    assert (first.start, len(first.later_slots)) == (21, 3)  # behind the first row of four, of which two become the truth
+    assert (first.start, len(first.later_slots)) == (
+        21,
+        3,
+    )  # behind the first row of four, of which two become the truth
     assert (second.start, second.read_slot, *second.later_slots) == (23, *first.write_slots)
     rig.finish()
 

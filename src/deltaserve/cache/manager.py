@@ -12,11 +12,11 @@ snapshot all change integers.
 A lease owns `max_keep` slots, as many as the tokens at a step's end that might become its last one. The state it stands
 on (`Lease.read`) is one of those, or none (the zero state), or a slot of the prefix index that its next step reads.
 
-Steps that overlap. A row may be placed behind one in flight; where the end of that is open it starts later than it
-says by as many tokens as that row turns out to keep beyond the first it may. Steps are computed in the order of their
-plans, so an id that is released is handed out at once: whatever a row in flight still writes there is written before its
-next owner's first step. What is published must not change any more, so a row behind another never writes where a state
-lies that the commit in between may publish. `docs/cache.md` goes through the cases.
+Steps that overlap. A row may be placed behind one in flight; where the end of that is open, it starts later than it is
+placed by as many tokens as that turns out to keep beyond those that are certain. Steps are computed in the order of
+their plans, so an id that is released is handed out at once: whatever a row in flight still writes there is written
+before its next owner's first step. What is published must not change any more, so a row behind another never writes
+where a state lies that the commit in between may publish. `docs/cache.md` goes through the cases.
 """
 
 from __future__ import annotations

@@ -31,8 +31,12 @@ class Columns:
     position     [T]     int64   as the layout's; 0, 1, 2 ...
     write_slot   [T]     int64   as the layout's; -1
     kv_index     [T]     int64   as the layout's; -1
+    num_open     [B]     int64   by how much a row may start later; 0
+    later_slot   [B, O]  int64   read slots: if the row starts where it says, one later ...; -1
     context_len  [B]     int32   as the layout's; 0
     bounds       [B+1]   int32   first token of each row
+
+    O is the most tokens of a row that extends.
     """
 
     buffer: Tensor
@@ -43,26 +47,31 @@ class Columns:
     position: Tensor
     write_slot: Tensor
     kv_index: Tensor
+    num_open: Tensor
+    later_slot: Tensor
     context_len: Tensor
     bounds: Tensor
 
     @classmethod
-    def make(cls, rows: int, tokens: int, device: torch.device | str, pinned: bool = False) -> Columns:
-        sizes = [rows, rows, 1, tokens, tokens, tokens, tokens, -(-rows // 2), -(-(rows + 1) // 2)]
+    def make(cls, rows: int, tokens: int, longest: int, device: torch.device | str, pinned: bool = False) -> Columns:
+        sizes = [rows, rows, 1, *[tokens] * 4, rows, rows * longest, -(-rows // 2), -(-(rows + 1) // 2)]
         buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pinned)
-        *wide, context_len, bounds = buffer.split_with_sizes(sizes)
+        *wide, num_open, later_slot, context_len, bounds = buffer.split_with_sizes(sizes)
         seat, read_slot, last, token, position, write_slot, kv_index = wide
         narrow = (context_len.view(torch.int32), bounds.view(torch.int32))
-        return cls(buffer, seat, read_slot, last, token, position, write_slot, kv_index, *narrow)
+        later_slot = later_slot.view(rows, longest)
+        return cls(
+            *(buffer, seat, read_slot, last, token, position, write_slot, kv_index, num_open, later_slot), *narrow
+        )
 
 
 class Feed:
     """Columns on the device, and host copies of them that are filled in turn."""
 
-    def __init__(self, seats: Seats, rows: int, tokens: int, device: torch.device) -> None:
+    def __init__(self, seats: Seats, rows: int, tokens: int, longest: int, device: torch.device) -> None:
         self._seats = seats
-        self.columns = Columns.make(rows, tokens, device)
-        self._host = [Columns.make(rows, tokens, "cpu", pinned=device.type != "cpu") for _ in range(COPIES)]
+        self.columns = Columns.make(rows, tokens, longest, device)
+        self._host = [Columns.make(rows, tokens, longest, "cpu", pinned=device.type != "cpu") for _ in range(COPIES)]
         self._copied = [None if device.type == "cpu" else torch.Event(device) for _ in range(COPIES)]
         self._turn = 0
 
@@ -85,6 +94,12 @@ class Feed:
         _set(host.kv_index, index, tokens, NOBODY)
         _set(host.context_len, numbers.ends, rows, 0)
         _set(host.bounds, numbers.row_starts, rows + 1, own + (tokens - own) * np.arange(1, spare + 1) // max(spare, 1))
+        _set(host.num_open, numbers.num_open, len(host.num_open), 0)
+        if numbers.most_open:
+            later_slot = host.later_slot.numpy()
+            later_slot[:] = NOBODY
+            later_slot[: len(numbers.seats), 0] = numbers.read_slot
+            later_slot[: len(numbers.seats), 1 : 1 + numbers.most_open] = numbers.later_slot
         host.last[0] = int(numbers.counts[0]) - 1 if own else 0
         self.columns.buffer.copy_(host.buffer, non_blocking=True)
         if copied is not None:

@@ -32,10 +32,11 @@ from deltaserve.core.plan import NO_SLOT, Plan, Seating
 from deltaserve.layers.context import ForwardContext
 from deltaserve.ops.layout import BLOCK, Layout
 from deltaserve.runner.draft_graphs import DraftGraphs, entry_layout
-from deltaserve.runner.inputs import Batch, Inputs, Ints, Numbers, Span, lay_out, to_device
+from deltaserve.runner.inputs import Batch, Inputs, Numbers, Span, lay_out, start_later
 from deltaserve.runner.memory import Pools, blocks_of
 from deltaserve.runner.model import Model
 from deltaserve.runner.sampling import Sampled, Sampler
+from deltaserve.runner.staging import Ints, to_device
 
 FIRST_ENTRY = 1
 """The MTP layer has no entry for a sequence's first token: there is no hidden state before it."""
@@ -54,8 +55,9 @@ class Guesser(Protocol):
         that a row samples.
         """
 
-    def learn(self, numbers: Numbers, rows: Ints, num_tokens: Ints) -> None:
-        """Called when the host knows how many tokens `rows` gave, if they still sit; behind `propose`."""
+    def learn(self, seats: Ints, num_more: Ints) -> None:
+        """Called when the host knows how many tokens the rows of seats that still sit gave beyond the first; behind
+        the step's `propose`, and perhaps behind that of the next step."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,9 @@ class LookAhead:
         else:
             self._propose_any(batch, hidden_TD, sampled, entries, wanted)
 
-    def learn(self, numbers: Numbers, rows: Ints, num_tokens: Ints) -> None:
-        """Rows that had no drafts are known from their plan."""
-        open_ = numbers.num_guesses[rows] > 0
-        rows, num_tokens = rows[open_], num_tokens[open_]
-        if len(rows):
-            known = (numbers.ends - numbers.num_guesses)[rows] + num_tokens
-            self._advance(numbers.seats[rows], np.minimum(known, self._room(numbers)[rows]))
+    def learn(self, seats: Ints, num_more: Ints) -> None:
+        """As much further are the entries that are right than was sure when they were made."""
+        self._advance(seats, np.minimum(self.seats.num_ahead[seats] + num_more, self._room(seats)))
 
     def is_whole(self, block: int) -> bool:
         """Whether all entries of a block are there."""
@@ -122,8 +120,8 @@ class LookAhead:
         self.seats.first_ahead[seating.seat] = max(first * BLOCK, FIRST_ENTRY)
         self.seats.num_ahead[seating.seat] = len(blocks) * BLOCK if first < len(blocks) else 0
 
-    def _room(self, numbers: Numbers) -> Ints:
-        return np.minimum(self.seats.num_blocks[numbers.seats] * BLOCK, self.seats.max_len)
+    def _room(self, seats: Ints) -> Ints:
+        return np.minimum(self.seats.num_blocks[seats] * BLOCK, self.seats.max_len)
 
     def _entries(self, numbers: Numbers) -> Entries:
         table, seats, starts = self.seats, numbers.seats, numbers.starts
@@ -132,15 +130,17 @@ class LookAhead:
         # Of a row that begins anew while it extends, the entry of its first token is left out: rows stay alike.
         begins_behind = (table.num_ahead[seats] > starts) | (is_cut & extends)
         begins = np.maximum(starts + begins_behind, FIRST_ENTRY)
-        ends = np.minimum(numbers.ends + 1, self._room(numbers))
+        ends = np.minimum(numbers.ends + 1, self._room(seats))
         first = np.where(is_cut, begins, table.first_ahead[seats])
         return Entries(begins, np.maximum(ends, begins), first)
 
     def _note(self, numbers: Numbers, entries: Entries) -> None:
-        """What is sure of the entries before the outcome is known."""
+        """What is sure of the entries before the outcome is known: of the tokens behind the first that a row gives,
+        nothing."""
         seats = numbers.seats
         self.seats.first_ahead[seats] = entries.first
-        self._advance(seats, np.where(numbers.num_guesses > 0, entries.starts, entries.ends))
+        sure = np.minimum(numbers.ends - numbers.num_guesses + 1, self._room(seats))
+        self._advance(seats, np.maximum(sure, entries.starts))
 
     def _advance(self, seats: Ints, ends: Ints) -> None:
         """The entries of the seats are there up to `ends`; blocks that are whole by that are noted."""
@@ -194,8 +194,9 @@ class LookAhead:
         number_B[numbers.sampling] = np.arange(len(numbers.sampling))
         offset = (counts.cumsum() - counts)[proposing] + firsts - entries.starts[proposing]
         most = int(wanted.max())
-        seats, width = numbers.seats[proposing], min(int(numbers.ends[proposing].max()) + most, self.seats.max_len)
-        seat_P, table_PN, first_key_P, number_P, offset_P, first_P = to_device(
+        longest = int(numbers.ends[proposing].max()) + numbers.most_open + most
+        seats, width = numbers.seats[proposing], min(longest, self.seats.max_len)
+        seat_P, table_PN, first_key_P, number_P, offset_P, first_P, row_P = to_device(
             hidden_TD.device,
             seats,
             self.seats.block_table[seats, : blocks_of(width)],
@@ -203,7 +204,10 @@ class LookAhead:
             number_B[proposing],
             offset,
             firsts,
+            proposing,
         )
+        if batch.later is not None:
+            first_P = first_P + batch.later.index_select(0, row_P)
         behind_P = sampled.num_tokens.index_select(0, number_P) - 1
         hidden_PD, position_P = ahead_TD.index_select(0, offset_P + behind_P), first_P + behind_P
         bounds = torch.arange(len(seats) + 1, dtype=torch.int32, device=hidden_TD.device)
@@ -225,10 +229,10 @@ class LookAhead:
         within_T = position_T - numbers.starts[row_T] + numbers.row_starts[:-1][row_T]
         resumes = np.flatnonzero(starts == numbers.starts[rows])
         drawn = torch.zeros(0, dtype=torch.int64) if sampled is None else sampled.token_ids
-        _, layout, token_T, hidden_T, place_R, row_R, next_B = lay_out(
+        _, layout, token_T, hidden_T, place_R, row_R, next_B, row_E = lay_out(
             hidden_TD.device,
             self.seats,
-            Span(numbers.seats[rows], starts, counts, int((rows < numbers.num_decode).sum())),
+            Span(numbers.seats[rows], starts, counts, int((rows < numbers.num_decode).sum()), numbers.most_open),
             np.full(len(rows), NO_SLOT),
             np.full(len(row_T), NO_SLOT),
             self._sources(numbers, drawn.shape, row_T, position_T, within_T),
@@ -237,8 +241,11 @@ class LookAhead:
             rows[resumes],
             # What follows a chunk that is not the last of its prompt; elsewhere any token.
             self.seats.token_ids[numbers.seats, np.minimum(numbers.ends, self.seats.max_len)],
+            rows,
             first_key_B=entries.first[rows],
         )
+        if batch.later is not None:
+            layout = start_later(layout, counts, batch.later.index_select(0, row_E))
         tokens = [batch.token_ids, next_B] if sampled is None else [batch.token_ids, next_B, drawn.flatten()]
         before_TD = hidden_TD.index_select(0, hidden_T)
         if len(resumes):

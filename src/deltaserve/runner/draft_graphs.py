@@ -18,8 +18,9 @@ from torch import Tensor
 from deltaserve.layers.context import ForwardContext
 from deltaserve.ops.layout import BLOCK, Layout, Segment
 from deltaserve.runner.graphs import StepGraphs, recorded
-from deltaserve.runner.inputs import Ints, to_device
+from deltaserve.runner.inputs import kv_places
 from deltaserve.runner.sampling import Sampled
+from deltaserve.runner.staging import Ints, to_device
 
 
 def entry_layout(
@@ -31,8 +32,8 @@ def entry_layout(
     """
     rows = len(table_BN)
     place_BL = (position_T // BLOCK).view(rows, -1)
-    block_T = table_BN.gather(1, place_BL).view(-1).long()
-    kv_index_T = torch.where(block_T >= 0, block_T * BLOCK + position_T % BLOCK, -1)
+    block_T = table_BN.gather(1, place_BL).view(-1)
+    kv_index_T = kv_places(block_T, position_T)
     if context_len_B is None:
         context_len_B = torch.where(block_T >= 0, position_T + 1, 0).int()
     none = torch.full_like(position_T, -1)

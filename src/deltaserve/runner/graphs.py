@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from deltaserve.core.plan import Plan
 from deltaserve.layers.context import ForwardContext
-from deltaserve.ops.layout import Layout, Segment
+from deltaserve.ops.layout import BLOCK, Layout, Segment
 from deltaserve.runner.columns import Columns, Feed
-from deltaserve.runner.inputs import Batch, Ints, Numbers, Seats, to_device
+from deltaserve.runner.inputs import Batch, Numbers, Seats, kv_places
 from deltaserve.runner.memory import Pools
 from deltaserve.runner.model import Model
+from deltaserve.runner.staging import Ints, to_device
 
 Kept = TypeVar("Kept")
 
@@ -69,6 +71,7 @@ class StepGraphs:
         pools: Pools,
         seats: Seats,
         recent: Tensor,
+        gained: Tensor,
         *,
         lengths: Sequence[int],
         max_tokens: int,
@@ -77,22 +80,28 @@ class StepGraphs:
     ) -> None:
         """
         recent: [S + 1, 1 + guesses] int64, each seat's newest token and the guesses behind it.
+        gained: [S + 1] int64, tokens that each seat got in the newest step beyond the first.
         lengths: tokens a row, of the decode graphs.
         max_tokens: of a step; prompts are no longer.
         """
         num_seats, num_blocks = seats.block_table.shape
-        self.model, self.pools, self.seats, self._recent = model, pools, seats, recent
+        self.model, self.pools, self.seats = model, pools, seats
+        self._recent, self._gained = recent, gained
         self.device = recent.device
         self.rows, self.lengths = row_counts(num_seats), tuple(lengths)
         self.prompts = [size for size in PROMPT_TOKENS if size <= max_tokens]
         most = max(num_seats * max(lengths), *(size + 1 for size in self.prompts), 1)
         self.block_table = torch.full((num_seats + 1, num_blocks), -1, dtype=torch.int32, device=self.device)
-        self._feed = Feed(seats, max(num_seats, 2), most, self.device)
+        self._feed = Feed(seats, max(num_seats, 2), most, max(lengths), self.device)
+        self._later = torch.zeros(num_seats, dtype=torch.int64, device=self.device)
+        """[S] int64: by how much the last step's rows start later than was said."""
         self.hidden = torch.zeros(most, hidden_size, dtype=dtype, device=self.device)
         """[T, D]: of the last step's tokens."""
         before = max(num_seats, 2) if pools.hidden else 0
         self._before = torch.zeros(before, hidden_size, dtype=dtype, device=self.device)
         self._replay: dict[Shape, Callable[[], ForwardContext]] = {}
+        self._start_later: dict[int, Callable[[], None]] = {}
+        """By the tokens of a row."""
         self.memory: Any = None
         """Which all graphs share."""
 
@@ -114,6 +123,8 @@ class StepGraphs:
         for shape in tqdm(self.shapes, desc="Recording graphs", disable=not progress):
             self.show_nothing(shape.rows, shape.tokens)
             self._replay[shape] = recorded(partial(self._forward, shape), self)
+        for length in self.lengths:
+            self._start_later[length] = recorded(partial(self._run_start_later, length), self)
 
     def show_nothing(self, rows: int, tokens: int) -> None:
         """The numbers of a step that is all padding."""
@@ -127,12 +138,17 @@ class StepGraphs:
             return None
         self._copy_blocks(numbers.seats)
         self._feed.send(numbers, shape.rows, shape.tokens)
+        later = None
+        if numbers.most_open:
+            self._start_later[shape.length]()
+            later = self._later[: len(numbers.counts)]
         context = self._replay[shape]()
         tokens, columns = int(numbers.row_starts[-1]), self._feed.columns
         last = None if shape.is_decode else columns.last
         rows = shape.rows if shape.is_decode else None
         before = self._before[: len(numbers.counts)] if self.pools.hidden else None
-        return Batch(numbers, columns.token[:tokens], context, last, before, rows), self.hidden[:tokens]
+        batch = Batch(numbers, columns.token[:tokens], context, last, before, rows, later)
+        return batch, self.hidden[:tokens]
 
     def _shape_of(self, numbers: Numbers) -> Shape | None:
         count, length = len(numbers.counts), int(numbers.counts[0])
@@ -157,6 +173,21 @@ class StepGraphs:
         if self.pools.hidden:
             self._carry_hidden(context.layout, hidden_TD)
         return context
+
+    def _run_start_later(self, length: int) -> None:
+        """Of rows of so many tokens: what the host could not know of their places. Rows without an open start, and
+        padding, keep theirs."""
+        columns, rows = self._feed.columns, len(self._later)
+        seat_B, position_BL = columns.seat[:rows], columns.position[: rows * length].view(rows, length)
+        torch.minimum(self._gained.index_select(0, seat_B), columns.num_open[:rows], out=self._later)
+        position_BL += self._later[:, None]
+        block_BL = self.block_table[seat_B[:, None], position_BL // BLOCK]
+        is_open_B1 = columns.num_open[:rows, None] > 0
+        kv_index_BL = columns.kv_index[: rows * length].view(rows, length)
+        kv_index_BL.copy_(torch.where(is_open_B1, kv_places(block_BL, position_BL), kv_index_BL))
+        columns.context_len[:rows] += self._later.int()
+        read_slot_B = columns.later_slot[:rows].gather(1, self._later[:, None]).squeeze(1)
+        columns.read_slot[:rows].copy_(torch.where(is_open_B1[:, 0], read_slot_B, columns.read_slot[:rows]))
 
     def _carry_hidden(self, layout: Layout, hidden_TD: Tensor) -> None:
         """As `Inputs.carry_hidden`, in fixed shapes."""
@@ -203,8 +234,7 @@ class StepGraphs:
 
 
 def _nothing() -> Numbers:
-    none = np.zeros(0, dtype=np.int64)
-    return Numbers(none, none, none, none, none, none, np.zeros(1, dtype=np.int64), none, 0)
+    return Numbers.of(Plan(step=-1, rows=[], num_decode=0))
 
 
 def recorded(run: Callable[[], Kept], steps: StepGraphs) -> Callable[[], Kept]:

@@ -6,23 +6,20 @@ plan is obeyed, not judged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deltaserve.core.plan import NO_SLOT, Plan, Seating
+from deltaserve.core.plan import NO_SLOT, Plan, Row, Seating
 from deltaserve.layers.context import ForwardContext
 from deltaserve.ops.layout import BLOCK, Layout, Segment
 from deltaserve.runner.memory import Pools, blocks_of
-
-Ints = npt.NDArray[np.int64]
+from deltaserve.runner.staging import Ints, to_device
 
 
 class Seats:
@@ -38,6 +35,7 @@ class Seats:
     num_ahead    [seats]           ... up to this one, itself excluded; 0 if there are none
     num_copied   [seats]           blocks that the device's table has (runner/graphs.py)
     turn         [seats]           how many requests have taken the seat
+    gained       [seats]           tokens that the seat's last row gave beyond its first
     """
 
     def __init__(self, num_seats: int, max_model_len: int) -> None:
@@ -52,6 +50,7 @@ class Seats:
         self.num_ahead = np.zeros(num_seats, dtype=np.int64)
         self.num_copied = np.zeros(num_seats, dtype=np.int64)
         self.turn = np.zeros(num_seats, dtype=np.int64)
+        self.gained = np.zeros(num_seats, dtype=np.int64)
 
     def seat(self, seating: Seating) -> None:
         """A request takes the seat; nothing of the one before is left."""
@@ -73,13 +72,17 @@ class Seats:
             self.num_blocks[seat] = first + len(blocks)
 
 
+def _none() -> Ints:
+    return np.zeros(0, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Numbers:
     """A plan as arrays of the host. B rows, T tokens, N rows that sample.
 
     Name         Shape  Meaning
     seats        [B]    each row's seat
-    starts       [B]    tokens of each row's sequence before the step
+    starts       [B]    tokens of each row's sequence before the step, or as many as it has at least
     counts       [B]    tokens of each row
     num_guesses  [B]    guesses at each row's end
     read_slot    [B]    as the layout's
@@ -87,6 +90,10 @@ class Numbers:
     row_starts   [B+1]  first token of each row in the step
     sampling     [N]    rows that sample
     num_decode          rows that extend; they come first
+    num_open     [B]    by how much a row may start later, as its seat has gained in the step before
+    later_slot   [B, O] the read slot if it does: by one, by two ...; O is the most of `num_open`
+
+    The last two are empty where all starts are known.
     """
 
     seats: Ints
@@ -98,6 +105,8 @@ class Numbers:
     row_starts: Ints
     sampling: Ints
     num_decode: int
+    num_open: Ints = field(default_factory=_none)
+    later_slot: Ints = field(default_factory=lambda: _none().reshape(0, 0))
 
     @classmethod
     def of(cls, plan: Plan) -> Numbers:
@@ -118,12 +127,43 @@ class Numbers:
             row_starts=row_starts,
             sampling=np.flatnonzero(column(row.samples for row in rows)),
             num_decode=plan.num_decode,
+            **_open_starts(rows),
         )
 
     @property
     def ends(self) -> Ints:
-        """Tokens of each row's sequence after the step, all guesses included."""
+        """Tokens of each row's sequence after the step, all guesses included, from `starts` on."""
         return self.starts + self.counts
+
+    @property
+    def most_open(self) -> int:
+        """0: all starts are known."""
+        return int(self.later_slot.shape[1])
+
+    def settled(self, gained: Ints) -> Numbers:
+        """The numbers, when it is known what each seat has gained [seats]."""
+        if not self.most_open:
+            return self
+        later = np.minimum(gained[self.seats], self.num_open)
+        slots = np.column_stack((self.read_slot, self.later_slot))
+        return replace(
+            self,
+            starts=self.starts + later,
+            read_slot=slots[np.arange(len(later)), later],
+            num_open=_none(),
+            later_slot=_none().reshape(0, 0),
+        )
+
+
+def _open_starts(rows: Sequence[Row]) -> dict[str, Ints]:
+    """`num_open` and `later_slot`"""
+    if not any(row.later_slots for row in rows):
+        return {}
+    counts = [len(row.later_slots) for row in rows]
+    later_slot = np.full((len(rows), max(counts)), NO_SLOT)
+    for number, row in enumerate(rows):
+        later_slot[number, : counts[number]] = row.later_slots
+    return {"num_open": np.array(counts), "later_slot": later_slot}
 
 
 @dataclass(frozen=True)
@@ -139,6 +179,7 @@ class Batch:
     before       [B, D] model's the hidden state before each row's first token, where there is one and the model has an
                                 MTP layer
     graph_rows          -       rows of the graph of extending rows that has run, with its padding; None: another step
+    later        [B]    int64   by how much each row starts later than its numbers say; None: nothing is open
     """
 
     numbers: Numbers
@@ -147,6 +188,7 @@ class Batch:
     last: Tensor | None
     before: Tensor | None = None
     graph_rows: int | None = None
+    later: Tensor | None = None
 
 
 class Inputs:
@@ -157,6 +199,8 @@ class Inputs:
         self.recent = torch.zeros(len(seats.num_blocks) + 1, 1 + max_guesses, dtype=torch.int64, device=device)
         """[seats + 1, 1 + guesses] int64 on the device: each seat's newest token, and what is guessed behind it, be it
         of an older step; the last seat is nobody's."""
+        self.gained = torch.zeros(len(seats.num_blocks) + 1, dtype=torch.int64, device=device)
+        """[seats + 1] int64 on the device: as the seats' own, of the newest step."""
         self.runs_ahead = device.type != "cpu"
         """Steps are launched before the host knows the tokens of those before: they come from `recent`."""
 
@@ -167,7 +211,7 @@ class Inputs:
         token_ids, layout, last_R, place_F, recent_F = lay_out(
             self.device,
             self.seats,
-            Span(numbers.seats, numbers.starts, numbers.counts, numbers.num_decode),
+            Span(numbers.seats, numbers.starts, numbers.counts, numbers.num_decode, numbers.most_open),
             numbers.read_slot,
             numbers.write_slot,
             last,
@@ -176,9 +220,22 @@ class Inputs:
         )
         if len(place):
             token_ids.index_copy_(0, place_F, self.recent.view(-1).index_select(0, recent_F))
+        later_B = self._later(numbers)
+        if later_B is not None:
+            [slot_BO] = to_device(self.device, np.column_stack((numbers.read_slot, numbers.later_slot)))
+            layout = start_later(layout, numbers.counts, later_B)
+            layout = replace(layout, read_slot=slot_BO.gather(1, later_B[:, None]).squeeze(1))
         context = ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)
         # When every token samples (plain decode), there is nothing to pick.
-        return Batch(numbers, token_ids, context, None if len(last) == len(token_ids) else last_R)
+        last_R = None if len(last) == len(token_ids) else last_R
+        return Batch(numbers, token_ids, context, last_R, later=later_B)
+
+    def _later(self, numbers: Numbers) -> Tensor | None:
+        """`Batch.later`"""
+        if not numbers.most_open:
+            return None
+        seat_B, open_B = to_device(self.device, numbers.seats, numbers.num_open)
+        return torch.minimum(self.gained.index_select(0, seat_B), open_B)
 
     def _recent(self, numbers: Numbers) -> tuple[Ints, Ints]:
         """Tokens that are known only to `recent`, by their number in the step, and where they stand there: those of
@@ -191,23 +248,29 @@ class Inputs:
             return place, source
         return place[column > 0], source[column > 0]
 
+    def remember(self, seats: Ints, token_ids_NJ: Tensor, num_tokens_N: Tensor) -> None:
+        """What the seats' rows have given, for the next step."""
+        [seat_N] = to_device(self.device, seats)
+        newest_N = token_ids_NJ.gather(1, num_tokens_N[:, None] - 1).squeeze(1)
+        self.recent[:, 0].index_copy_(0, seat_N, newest_N)
+        self.gained.index_copy_(0, seat_N, num_tokens_N - 1)
+
     def guesses(self, seats: Ints, counts: Ints) -> Tensor:
         """[sum(counts)] int64: the first `counts` guesses of each seat."""
         column = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
         [source] = to_device(self.device, np.repeat(seats * self.recent.shape[1] + 1, counts) + column)
         return self.recent.view(-1).index_select(0, source)
 
-    def carry_hidden(self, numbers: Numbers, hidden_TD: Tensor) -> Tensor | None:
+    def carry_hidden(self, batch: Batch, hidden_TD: Tensor) -> Tensor | None:
         """Where the model has an MTP layer: the hidden state before each row's first token [B, D], and those after the
         step's tokens go to their slots, as all does that the next token needs."""
         if not self.pools.hidden:
             return None
         [hidden_SD] = self.pools.hidden
-        kept = np.flatnonzero(numbers.write_slot != NO_SLOT)
-        read_slot, token, write_slot = to_device(
-            self.device, np.maximum(numbers.read_slot, 0), kept, numbers.write_slot[kept]
-        )
-        before_BD = hidden_SD.index_select(0, read_slot)
+        written = batch.numbers.write_slot
+        kept = np.flatnonzero(written != NO_SLOT)
+        token, write_slot = to_device(self.device, kept, written[kept])
+        before_BD = hidden_SD.index_select(0, batch.context.layout.read_slot.clamp(min=0))
         hidden_SD.index_copy_(0, write_slot, hidden_TD.index_select(0, token))
         return before_BD
 
@@ -226,6 +289,8 @@ class Span:
     starts: Ints
     counts: Ints
     num_decode: int
+    most_open: int = 0
+    """They may turn out to be so much later."""
 
 
 def lay_out(
@@ -254,7 +319,7 @@ def lay_out(
         write_slot_T,
         position_T,
         block_T * BLOCK + position_T % BLOCK,
-        table.block_table[seats, : blocks_of(int(ends.max()))],
+        table.block_table[seats, : blocks_of(int(ends.max()) + span.most_open)],
         ends.astype(np.int32),
         (ends if first_key_B is None else first_key_B).astype(np.int32),
         *take_along,
@@ -278,6 +343,24 @@ def lay_out(
     return token_ids, layout, *along
 
 
+def start_later(layout: Layout, counts: Ints, later_B: Tensor) -> Layout:
+    """The layout of rows of `counts` tokens when each starts so much later."""
+    [row_T] = to_device(later_B.device, np.repeat(np.arange(len(counts)), counts))
+    position_T = layout.position + later_B.index_select(0, row_T)
+    return replace(
+        layout,
+        position=position_T,
+        kv_index=kv_places(layout.block_table[row_T, position_T // BLOCK], position_T),
+        context_len=layout.context_len + later_B.int(),
+        memo={},
+    )
+
+
+def kv_places(block_T: Tensor, position_T: Tensor) -> Tensor:
+    """Where the keys of these positions are kept, by their blocks; -1 without a block."""
+    return torch.where(block_T >= 0, block_T.long() * BLOCK + position_T % BLOCK, -1)
+
+
 def _tails(ends: Ints, lengths: Ints) -> Ints:
     """The last `lengths[i]` numbers before each of `ends`."""
     starts = lengths.cumsum() - lengths
@@ -291,56 +374,3 @@ def _alike(counts: Ints, num_decode: int) -> list[tuple[int, int, bool]]:
     if num_decode < len(counts):
         ranges.append((num_decode, len(counts), False))
     return ranges
-
-
-def to_device(device: torch.device, *arrays: npt.NDArray[np.int32] | Ints) -> list[Tensor]:
-    """The arrays as tensors: on a CPU the same memory, elsewhere one pinned buffer and one copy."""
-    if device.type == "cpu":
-        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    size = sum(array.nbytes + -array.nbytes % 8 for array in arrays)
-    return _unpack(_staging(device).send(lambda buffer: _pack(buffer, arrays), size), arrays)
-
-
-class Staging:
-    """Pinned buffers on their way to one device. A buffer is filled again once its last copy is over."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: list[tuple[Tensor, torch.Event]] = []
-
-    def send(self, fill: Callable[[npt.NDArray[np.uint8]], None], size: int) -> Tensor:
-        """uint8 [size] on the device, as `fill` wrote it."""
-        for number, (buffer, copied) in enumerate(self._buffers):
-            if len(buffer) >= size and copied.query():
-                self._buffers.append(self._buffers.pop(number))  # the next call looks at those that are longest over
-                break
-        else:
-            buffer = torch.empty(1 << max(16, size.bit_length()), dtype=torch.uint8, pin_memory=True)
-            copied = torch.Event(self._device)
-            self._buffers.append((buffer, copied))
-        fill(buffer.numpy())
-        sent = buffer[:size].to(self._device, non_blocking=True)
-        copied.record()
-        return sent
-
-
-@lru_cache(maxsize=16)
-def _staging(device: torch.device) -> Staging:
-    return Staging(device)
-
-
-def _pack(buffer: npt.NDArray[np.uint8], arrays: Sequence[npt.NDArray[np.int32] | Ints]) -> None:
-    """Each array starts at a multiple of 8."""
-    start = 0
-    for array in arrays:
-        buffer[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        start += array.nbytes + -array.nbytes % 8
-
-
-def _unpack(buffer: Tensor, arrays: Sequence[npt.NDArray[np.int32] | Ints]) -> list[Tensor]:
-    tensors, start = [], 0
-    for array in arrays:
-        dtype = torch.int32 if array.dtype == np.int32 else torch.int64
-        tensors.append(buffer[start : start + array.nbytes].view(dtype).view(array.shape))
-        start += array.nbytes + -array.nbytes % 8
-    return tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -15,10 +16,11 @@ from deltaserve.core.request import TokenLogprobs
 from deltaserve.runner.draft import Guesser, LookAhead
 from deltaserve.runner.draft_graphs import DraftGraphs
 from deltaserve.runner.graphs import StepGraphs
-from deltaserve.runner.inputs import Batch, Inputs, Ints, Numbers, Seats, to_device
+from deltaserve.runner.inputs import Batch, Inputs, Numbers, Seats
 from deltaserve.runner.memory import MemoryPlan, Pools
 from deltaserve.runner.model import Model
 from deltaserve.runner.sampling import Drafts, NonFiniteLogitsError, Sampled, Sampler
+from deltaserve.runner.staging import Ints, to_device
 
 LOGITS_BYTES = 64 << 20
 """Logits of known prompt tokens are computed in slices of about this size."""
@@ -35,7 +37,7 @@ class Computed:
         return self.outcome
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launched:
     """A step that the device computes while the host goes on."""
 
@@ -51,10 +53,11 @@ class Launched:
     """Of the seats of the rows that sample: whoever sits there later is not told these tokens."""
     computed: torch.Event | None
     """The step's end on the device, where no row samples: else the tokens tell of it."""
+    outcome: Result | None = None
     is_over: ClassVar[bool] = False
 
     def result(self) -> Result:
-        return self.runner.finish(self)
+        return self.runner.outcome(self)
 
 
 class Runner:
@@ -72,6 +75,7 @@ class Runner:
         self.guesser: Guesser | None = self.look_ahead
         self.slice_len = max(1, LOGITS_BYTES // (vocab_size * logits_dtype.itemsize))
         self.graphs: StepGraphs | None = None
+        self._in_flight: deque[Launched] = deque()
 
     def use_graphs(self, graphs: StepGraphs) -> None:
         """From now on: steps that fit run as graphs, and a step's tokens stay on the device for the next one."""
@@ -84,7 +88,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Pending:
         """Begin a step. Steps are computed in the order of their launch; the next may be launched before this one's
-        outcome is known, if none of its rows ends in guesses that this one makes."""
+        outcome is known."""
         for seating in plan.seatings:
             self.seats.seat(seating)
             self.sampler.seat(seating)
@@ -93,6 +97,8 @@ class Runner:
         if self.guesser is not None:
             self.guesser.begin(plan)
         numbers = Numbers.of(plan)
+        if not self._in_flight:
+            numbers = numbers.settled(self.seats.gained)
         batch, hidden_TD = self._forward(numbers)
         sampled = self._sample(batch, hidden_TD)
         turns = self.seats.turn[numbers.seats[numbers.sampling]]
@@ -104,20 +110,28 @@ class Runner:
             self.guesser.propose(plan, batch, hidden_TD, sampled)
         if computed is not None:
             computed.record()
+        self._in_flight.append(launched)
         if not self.inputs.runs_ahead or launched.scored:
-            return Computed(self.finish(launched))
+            return Computed(self.outcome(launched))
         return launched
 
     def step(self, plan: Plan) -> Result:
         """Compute every row of the plan. A request whose logits are not finite gets an error; its mates do not."""
         return self.launch(plan).result()
 
+    def outcome(self, step: Launched) -> Result:
+        """Ends the step, and those before it."""
+        while step.outcome is None:
+            oldest = self._in_flight.popleft()
+            oldest.outcome = self._finish(oldest)
+        return step.outcome
+
     @torch.inference_mode()
-    def finish(self, step: Launched) -> Result:
-        """The outcome of a step, which the seats' tables and the guesser learn too."""
+    def _finish(self, step: Launched) -> Result:
+        """The outcome of the oldest step in flight, which the seats' tables and the guesser learn too."""
         if step.computed is not None:  # or chunks of one prompt would all be launched, ahead of whoever comes meanwhile
             step.computed.synchronize()
-        numbers = step.batch.numbers
+        numbers = step.batch.numbers.settled(self.seats.gained)
         rows = [RowResult()] * len(step.plan.rows)
         results = step.sampled.results() if step.sampled is not None else []
         seats, firsts = self._firsts(numbers)
@@ -129,10 +143,11 @@ class Runner:
             if is_seated:  # what is drawn behind the longest context is never fed
                 tokens = result.token_ids[: self.seats.max_len + 1 - first]
                 self.seats.token_ids[seat, first : first + len(tokens)] = tokens
+                self.seats.gained[seat] = max(len(result.token_ids) - 1, 0)
         if self.guesser is not None and step.plan.drafts:
             given = np.array([len(result.token_ids) for result in results], dtype=np.int64)
             known = stays & (given > 0)
-            self.guesser.learn(numbers, numbers.sampling[known], given[known])
+            self.guesser.learn(seats[known], given[known] - 1)
         for row, num_top in step.scored:
             rows[row] = self._score(rows[row], numbers, row, num_top, step.hidden)
         return Result(step=step.plan.step, rows=rows)
@@ -143,7 +158,7 @@ class Runner:
             return found
         batch = self.inputs.build(numbers)
         hidden_TD = self.model(batch.token_ids, batch.context)
-        return replace(batch, before=self.inputs.carry_hidden(numbers, hidden_TD)), hidden_TD
+        return replace(batch, before=self.inputs.carry_hidden(batch, hidden_TD)), hidden_TD
 
     def _sample(self, batch: Batch, hidden_TD: Tensor) -> Sampled | None:
         """The next token of each sampling row."""
@@ -154,11 +169,13 @@ class Runner:
         counts = numbers.num_guesses[numbers.sampling]
         guesses = Drafts(tuple(counts.tolist()), self.inputs.guesses(seats, counts)) if counts.any() else None
         last_ND = hidden_TD if batch.last is None else hidden_TD[batch.last]
-        sampled = self.sampler.sample(self.model.logits(last_ND), seats.tolist(), firsts.tolist(), guesses)
+        positions: list[int] | Tensor = firsts.tolist()
+        if batch.later is not None:
+            row_N, first_N = to_device(hidden_TD.device, numbers.sampling, firsts)
+            positions = first_N + batch.later.index_select(0, row_N)
+        sampled = self.sampler.sample(self.model.logits(last_ND), seats.tolist(), positions, guesses)
         if self.inputs.runs_ahead:
-            [seat_N] = to_device(hidden_TD.device, seats)
-            newest_N = sampled.token_ids.gather(1, sampled.num_tokens[:, None] - 1).squeeze(1)
-            self.inputs.recent[:, 0].index_copy_(0, seat_N, newest_N)
+            self.inputs.remember(seats, sampled.token_ids, sampled.num_tokens)
         return sampled
 
     @staticmethod

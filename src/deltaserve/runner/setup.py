@@ -99,6 +99,7 @@ def _graphs(blueprint: Blueprint, runner: Runner) -> StepGraphs:
         runner.pools,
         runner.seats,
         runner.inputs.recent,
+        runner.inputs.gained,
         lengths=range(1, 2 + blueprint.num_guesses),
         max_tokens=min(blueprint.max_num_batched_tokens, runner.seats.max_len),
         hidden_size=blueprint.model.hidden_size,

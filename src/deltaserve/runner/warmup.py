@@ -20,9 +20,10 @@ from torch import Tensor
 from deltaserve.core.plan import Seating
 from deltaserve.core.request import SamplingParams
 from deltaserve.ops.gpu import compiling_only
-from deltaserve.runner.inputs import Batch, Ints, Numbers
+from deltaserve.runner.inputs import Batch, Numbers
 from deltaserve.runner.memory import blocks_of
 from deltaserve.runner.runner import Runner
+from deltaserve.runner.staging import Ints
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class WarmUp:
     def _look_ahead(self, batch: Batch, hidden_TD: Tensor) -> None:
         """Entries of the MTP layer as they are made behind such a step: one for each of its tokens."""
         runner = self._runner
-        runner.inputs.carry_hidden(batch.numbers, hidden_TD)
+        runner.inputs.carry_hidden(batch, hidden_TD)
         layout = batch.context.layout
         layout = replace(layout, first_key=torch.ones_like(layout.context_len), memo={})
         runner.model.look_ahead(batch.token_ids, hidden_TD, replace(batch.context, layout=layout))

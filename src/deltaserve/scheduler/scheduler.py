@@ -228,8 +228,8 @@ class Scheduler:
         open_ends = [s.lease for s in extending if s.lease is not None and s.lease.later]
         if any(lease.most_planned >= self._longest for lease in open_ends):
             return True
-        # The layer that drafts must have room for its entry of whichever token turns out to be the last, and take up its
-        # entries at one that is known.
+        # The layer that drafts needs room for its entry of whichever token turns out to be the last, and begins anew
+        # only where the host knows.
         if not self._drafts_in_use:
             return bool(open_ends) and self._choose_drafts() > 0
         return any(len(lease.blocks) * self._cache.block_size <= lease.most_planned for lease in open_ends)
