@@ -219,6 +219,9 @@ def test_drafts_of_rows_that_start_later_than_was_planned(folder: Path, late: La
     while engine.has_work():
         for output in engine.step():
             said[output.request_id] += output.token_ids
+        for sequence in engine.scheduler._lines.running:
+            known = said[sequence.request_id]
+            assert runner.seats.token_ids[sequence.seat, : len(known)].tolist() == known
     compared = 0
     for prompt, drawn in proposals.drawn:
         [tokens] = [told for told in said.values() if told[: len(prompt)] == prompt]

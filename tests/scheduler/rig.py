@@ -115,6 +115,7 @@ class Rig:
         assert plan is not None or ahead or not self.scheduler.has_work
         if plan is not None:
             self.num_ahead += ahead
+            self.check_entries(plan)
             if ahead:
                 assert self.scheduler._counters.preemptions == preemptions, "a plan made ahead sends somebody back"
             self.check_plan(plan)
@@ -179,6 +180,15 @@ class Rig:
             assert not set(row.write_slots) & set(cached_slots), "a published state is written"
             blocks = next(s.lease.blocks for s in lines.running if s.seat == row.seat and s.lease is not None)
             assert not set(blocks[row.start // self.cache.block_size :]) & set(cached_blocks), "a published block is"
+
+    def check_entries(self, plan: Plan) -> None:
+        """Behind drafts the layer that made them has an entry for whichever token turns out to be the last."""
+        if not self.plans or not self.plans[-1].drafts:
+            return
+        blocks = {s.seat: len(s.lease.blocks) for s in self.scheduler._lines.running if s.lease is not None}
+        for row in plan.rows:
+            room = (blocks[row.seat] - len(row.new_blocks)) * self.cache.block_size
+            assert not row.later_slots or row.start + len(row.later_slots) < room, "an entry has no room"
 
     def take(self, output: Output) -> None:
         """Add one output to its answer."""

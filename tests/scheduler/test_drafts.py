@@ -14,7 +14,7 @@ from tests.scheduler.rig import Rig
 class Grudging(Rig):
     """Whenever somebody is sent back, no block of anybody is held for drafts alone."""
 
-    def __init__(self, k: int, num_blocks: int, block_size: int, num_seqs: int = 4) -> None:
+    def __init__(self, k: int, num_blocks: int, block_size: int, num_seqs: int = 4, overlap: bool = False) -> None:
         super().__init__(
             num_blocks=num_blocks,
             num_slots=num_seqs * (1 + k),
@@ -24,6 +24,7 @@ class Grudging(Rig):
             right_drafts=lambda _: 0,
             num_drafts_for=policy.proposed_drafts,
             speculation=Speculation(k, adaptive=False),
+            overlap=overlap,
         )
         stand = self.scheduler._lines.stand
 
@@ -37,14 +38,15 @@ class Grudging(Rig):
         self.scheduler._lines.stand = checked  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("block_size", [4, 8])
-def test_drafts_send_nobody_back(block_size: int) -> None:
+def test_drafts_send_nobody_back(block_size: int, overlap: bool) -> None:
     """All drafts are wrong, so a request gains its tokens step by step with drafts and without."""
     sent_back = drafted = 0
     for num_blocks in range(36 // block_size, 100 // block_size):
         counts = []
         for k in (0, 3):
-            rig = Grudging(k, num_blocks, block_size)
+            rig = Grudging(k, num_blocks, block_size, overlap=overlap)
             for i in range(5):
                 rig.add(range(3 + 2 * i), max_tokens=17 + i)
             rig.finish()
