@@ -57,6 +57,10 @@ class SparseMoe(nn.Module):
                 projection.weight = _view(self.held[which][num_experts])
                 if quantized:
                     projection.weight_scale_inv = _view(self.held[f"{which}_scale"][num_experts])
+        self.apart: tuple[Tensor, Tensor] | None = None
+        """The shared expert's weights, where the op takes them beside the others."""
+        if not (self.holds_shared or quantized):
+            self.apart = self.shared_expert.gate_up_proj.weight, self.shared_expert.down_proj.weight
 
     def forward(self, x_TD: Tensor | Normed) -> Tensor:
         """[T, hidden_size] -> the same, or rows [T, K, hidden_size] that the next norm adds up."""
@@ -70,9 +74,10 @@ class SparseMoe(nn.Module):
             renormalize=self.renormalize,
             ready=ready,
             adds_up=not self.holds_shared,
+            shared=self.apart,
             **self.held,
         )
-        if self.holds_shared:
+        if self.holds_shared or self.apart is not None:
             return y_TD
         return torch.addcmul(y_TD, self.shared_expert(x_TD), scores_TF[:, -1:].sigmoid())
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltaserve.ops.attention import reference
+from deltaserve.ops.attention import cpu, reference
 from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.layout import BLOCK, Layout
 from deltaserve.ops.norm.api import gemma_rms_norm
@@ -56,6 +56,9 @@ def gated_attention(
             q_THD, k_TGD, v_TGD, q_weight_D, k_weight_D, eps, cos_sin, layout.position, kv_pool, layout.kv_index
         )
         return _look_back(q_THD, gate_TX, kv_pool, layout, scale).flatten(1)
+    weights = (q_weight_D, k_weight_D, eps, cos_sin)
+    if cpu.takes(q_THD, gate_TX, k_TGD, v_TGD, weights, kv_pool):
+        return cpu.attend(q_THD, gate_TX, k_TGD, v_TGD, weights, kv_pool, layout, scale)
     q_THD, k_TGD = gemma_rms_norm(q_THD, q_weight_D, eps), gemma_rms_norm(k_TGD, k_weight_D, eps)
     q_THD, k_TGD = apply_rope(q_THD, k_TGD, layout.position, cos_sin)
     return paged_attention(q_THD, k_TGD, v_TGD, kv_pool, layout, scale).flatten(1) * gate_TX.sigmoid()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltaserve.ops.conv.api import causal_conv
-from deltaserve.ops.gated_delta import reference
+from deltaserve.ops.gated_delta import cpu, reference
 from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.layout import Layout
 from deltaserve.ops.linear.api import Ready
@@ -61,6 +61,9 @@ def gated_delta_net(
             *(mixed_TC, z_TX, b_TV, a_TV, conv_weight_CW, A_log_V, dt_bias_V, norm_weight_D),
             *(eps, conv_pool_SWC, state_pool_SVKD, layout, quantizes),
         )
+    parts = (mixed_TC, z_TX, b_TV, a_TV, conv_weight_CW, A_log_V, dt_bias_V, norm_weight_D)
+    if cpu.takes(parts, conv_pool_SWC, state_pool_SVKD):
+        return cpu.net(parts, eps, conv_pool_SWC, state_pool_SVKD, layout), None
     keys = (mixed_TC.shape[1] - v_heads * v_dim) // 2
     mixed_TC = causal_conv(mixed_TC, conv_weight_CW, conv_pool_SWC, layout)
     q, k, v = mixed_TC.split_with_sizes([keys, keys, v_heads * v_dim], dim=-1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deltaserve.ops.gpu import has_kernels
-from deltaserve.ops.linear import reference
+from deltaserve.ops.linear import cpu, reference
 from deltaserve.ops.norm.api import add_gemma_rms_norm
 
 Ready = tuple[Tensor, Tensor]
@@ -47,6 +47,8 @@ def linear(
         from deltaserve.ops.linear import gpu
 
         return gpu.linear(x_TI, weight_OI, scale_oi, x_TI.dtype if dtype is None else dtype, ready)
+    if scale_oi is None and dtype in (None, x_TI.dtype) and cpu.takes(x_TI, weight_OI):
+        return cpu.linear(x_TI, weight_OI)
     return reference.linear(x_TI, weight_OI, scale_oi, dtype)
 
 
@@ -78,6 +80,8 @@ def norm_linear(
         from deltaserve.ops.linear import gpu
 
         return gpu.norm_linear(x_TI, residual_TI, weight_plus_one_I, eps, weight_OI, scale_oi, beside_PI, quantizes)
+    if scale_oi is None and cpu.takes_norm(x_TI, residual_TI, weight_plus_one_I, weight_OI, beside_PI):
+        return *cpu.norm_linear(x_TI, residual_TI, weight_plus_one_I, eps, weight_OI, beside_PI), None
     normed_TI, total_TI = add_gemma_rms_norm(x_TI, residual_TI, weight_plus_one_I, eps)
     y_TP = None if beside_PI is None else linear(normed_TI, beside_PI)
     return linear(normed_TI, weight_OI, scale_oi), y_TP, normed_TI, total_TI, None

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from deltaserve.ops.gpu import has_kernels
-from deltaserve.ops.linear.api import Ready, scale_shape
-from deltaserve.ops.moe import reference
+from deltaserve.ops.linear.api import Ready, linear, scale_shape
+from deltaserve.ops.moe import cpu, reference
 
 
 def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -42,8 +43,9 @@ def sparse_moe(
     w2_scale: Tensor | None = None,
     ready: Ready | None = None,
     adds_up: bool = True,
+    shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Routes each token and sums its experts, the shared one among them if the arrays hold it.
+    """Routes each token and sums its experts, the shared one among them if the arrays hold it or it is given apart.
 
     Name         Shape         Dtype          Meaning
     x            [T, D]        any float      input
@@ -52,8 +54,12 @@ def sparse_moe(
     ready        -             -              x quantised already, if it is and the weights are
     adds_up      -             -              if not, what is returned may be [T, K, D] of x's dtype or fp32: rows yet
                                               to be summed, as `add_gemma_rms_norm` does
-    returns      [T, D]        as x           with the shared expert times `sigmoid(gate)` if there are E + 1
+    shared       -             as x           of a shared expert that is apart: gate and up [2S, D], down [D, S]
+    returns      [T, D]        as x           with the shared expert times `sigmoid(gate)` if there are E + 1 or it is
+                                              given apart
     """
+    if shared is not None:
+        return _beside_shared(x_TD, scores_TF, w13, w2, top_k, renormalize, shared)
     num_experts, num_held = scores_TF.shape[1] - 1, w13.shape[0]
     assert num_held in (num_experts, num_experts + 1), f"moe: {num_experts} experts are scored, {num_held} given"
     if has_kernels(x_TD):
@@ -66,6 +72,22 @@ def sparse_moe(
         weights_TK = torch.cat([weights_TK, scores_TF[:, -1:].sigmoid().to(weights_TK.dtype)], 1)
         ids_TK = torch.cat([ids_TK, ids_TK.new_full((ids_TK.shape[0], 1), num_experts)], 1)
     return experts(x_TD, w13, w2, weights_TK, ids_TK, w13_scale, w2_scale)
+
+
+def _beside_shared(
+    x_TD: Tensor,
+    scores_TF: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    top_k: int,
+    renormalize: bool,
+    shared: tuple[Tensor, Tensor],
+) -> Tensor:
+    if cpu.takes(x_TD, scores_TF, w13, w2, top_k, shared):
+        return cpu.sparse_moe(x_TD, scores_TF, w13, w2, top_k, renormalize, shared)
+    y_TD = sparse_moe(x_TD, scores_TF, w13, w2, top_k, renormalize)
+    gate_TS, up_TS = linear(x_TD, shared[0]).chunk(2, dim=-1)
+    return torch.addcmul(y_TD, linear(silu(gate_TS).mul_(up_TS), shared[1]), scores_TF[:, -1:].sigmoid())
 
 
 def takes_shared(device: torch.device) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from deltaserve.ops.cpu import LANES, takes_tensors
 from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.norm import reference
 
@@ -27,6 +28,10 @@ def gemma_rms_norm(x_D: Tensor, weight_plus_one_D: Tensor, eps: float) -> Tensor
         from deltaserve.ops.norm import triton_norm
 
         return triton_norm.norm_rows(x_D, weight_plus_one_D, eps)
+    if x_D.shape[-1] % LANES == 0 and x_D.is_contiguous() and takes_tensors(x_D, weight_plus_one_D):
+        from deltaserve.ops.norm import numba_norm
+
+        return numba_norm.norm(x_D, weight_plus_one_D, eps)
     return reference.gemma_rms_norm(x_D, weight_plus_one_D, eps)
 
 
@@ -50,6 +55,11 @@ def add_gemma_rms_norm(x_D: Tensor, residual_D: Tensor, weight_plus_one_D: Tenso
         return triton_norm.add_norm_rows(x_D, residual_D, weight_plus_one_D, eps)
     if x_D.dim() > residual_D.dim():
         x_D = reference.add_up(x_D, residual_D.dtype)
+    is_whole = x_D.shape[-1] % LANES == 0 and x_D.is_contiguous() and residual_D.is_contiguous()
+    if is_whole and takes_tensors(x_D, residual_D, weight_plus_one_D):
+        from deltaserve.ops.norm import numba_norm
+
+        return numba_norm.add_norm(x_D, residual_D, weight_plus_one_D, eps)
     return reference.add_gemma_rms_norm(x_D, residual_D, weight_plus_one_D, eps)
 
 

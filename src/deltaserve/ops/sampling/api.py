@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from deltaserve.ops.cpu import LANES, takes_tensors
 from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.sampling import reference
 
@@ -83,6 +84,10 @@ def greedy_checked(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         from deltaserve.ops.sampling.triton_greedy import extremes
 
         return extremes(logits_RV)[:2]
+    if logits_RV.shape[1] % LANES == 0 and logits_RV.is_contiguous() and takes_tensors(logits_RV):
+        from deltaserve.ops.sampling import numba_greedy
+
+        return numba_greedy.greedy_checked(logits_RV)
     return greedy(logits_RV), is_finite(logits_RV)
 
 

@@ -1,0 +1,32 @@
+"""Gated delta nets on a CPU that a kernel computes rather than torch: in float32. Knows no kernel's inside."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deltaserve.ops.cpu import LANES, is_worth_threads, takes_tensors
+from deltaserve.ops.layout import Layout
+
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""mixed, z, b, a, conv_weight, A_log, dt_bias and norm_weight of `api.gated_delta_net`."""
+
+
+def takes(parts: Parts, conv_pool_SWC: Tensor, state_pool_SVKD: Tensor) -> bool:
+    """Whether `net` computes this."""
+    (mixed_TC, z_TX, b_TV, a_TV, conv_weight_CW, *_), (v_heads, k_dim, v_dim) = parts, state_pool_SVKD.shape[1:]
+    return (
+        k_dim % LANES == v_dim % LANES == 0
+        and takes_tensors(*parts, conv_pool_SWC, state_pool_SVKD)
+        and mixed_TC.stride(1) == z_TX.stride(1) == b_TV.stride(1) == a_TV.stride(1) == 1
+        and conv_weight_CW.t().is_contiguous()
+        and conv_pool_SWC.is_contiguous()
+        and state_pool_SVKD.is_contiguous()
+        and not is_worth_threads(len(mixed_TC) * v_heads * k_dim * v_dim)
+    )
+
+
+def net(parts: Parts, eps: float, conv_pool_SWC: Tensor, state_pool_SVKD: Tensor, layout: Layout) -> Tensor:
+    """As `api.gated_delta_net`."""
+    from deltaserve.ops.gated_delta import numba_net
+
+    return numba_net.net(*parts, eps, conv_pool_SWC, state_pool_SVKD, layout)
