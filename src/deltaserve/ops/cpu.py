@@ -10,6 +10,7 @@ import logging
 import time
 from functools import lru_cache
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,10 +32,12 @@ MODULES = (
 
 
 def takes_tensors(*tensors: Tensor) -> bool:
-    """Whether kernels compute on these tensors: float32 on a CPU, no gradients, and numba is there."""
+    """Whether kernels compute on these tensors of one device: float32 on a CPU, no gradients, and numba is there."""
     for x in tensors:
-        if not x.is_cpu or x.dtype is not torch.float32 or x.requires_grad:
+        if x.dtype is not torch.float32:
             return False
+    if not tensors[0].is_cpu or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return False
     return is_available()
 
 
@@ -54,11 +57,20 @@ def is_available() -> bool:
     return True
 
 
+@lru_cache(maxsize=None)
+def kernels(module: str) -> Any:
+    """One of MODULES; its kernels are compiled at the first call, unless an earlier process has left them on the disk.
+
+    A look-up, where an import that has nothing to do would take as long as a kernel's call.
+    """
+    return import_module(f"deltaserve.ops.{module}")
+
+
 def prepare() -> None:
-    """Loads the kernels; compiles those that no earlier process has left on the disk."""
+    """Loads all kernels, so that no request waits for one to be compiled."""
     if not is_available():
         return
     begin = time.perf_counter()
     for module in MODULES:
-        import_module(f"deltaserve.ops.{module}")
+        kernels(module)
     logger.info("kernels for the CPU are ready after %.1f s", time.perf_counter() - begin)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deltaserve.ops.attention import reference
-from deltaserve.ops.cpu import LANES, takes_tensors
+from deltaserve.ops.cpu import LANES, kernels, takes_tensors
 from deltaserve.ops.layout import Layout
 
 Weights = tuple[Tensor, Tensor, float, Tensor]
@@ -22,7 +22,7 @@ def takes(
     return (
         width % LANES == 0
         and takes_tensors(q_THD, gate_TX, k_TGD, v_TGD, q_weight_D, k_weight_D, cos_sin, kv_pool)
-        and all(heads.stride()[1:] == (width, 1) for heads in (q_THD, k_TGD, v_TGD))
+        and q_THD.stride()[1:] == k_TGD.stride()[1:] == v_TGD.stride()[1:] == (width, 1)
         and gate_TX.stride(1) == 1
         and cos_sin.is_contiguous()
         and kv_pool.is_contiguous()
@@ -40,10 +40,9 @@ def attend(
     scale: float,
 ) -> Tensor:
     """As `api.gated_attention`. Products of a prompt's many queries are left to torch."""
-    from deltaserve.ops.attention import numba_attention
-
+    numba_attention = kernels("attention.numba_attention")
     q_THD = numba_attention.enter(q_THD, k_TGD, v_TGD, *weights, kv_pool, layout)
-    out_TX = torch.empty(len(q_THD), gate_TX.shape[1])
+    out_TX = torch.empty(q_THD.shape[0], gate_TX.shape[1])
     for segment in layout.segments:
         if segment.is_step:
             numba_attention.step(q_THD, gate_TX, out_TX, kv_pool, layout, segment, scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltaserve.ops.cpu import LANES, is_worth_threads, takes_tensors
+from deltaserve.ops.cpu import LANES, is_worth_threads, kernels, takes_tensors
 from deltaserve.ops.layout import Layout
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -18,15 +18,14 @@ def takes(parts: Parts, conv_pool_SWC: Tensor, state_pool_SVKD: Tensor) -> bool:
         k_dim % LANES == v_dim % LANES == 0
         and takes_tensors(*parts, conv_pool_SWC, state_pool_SVKD)
         and mixed_TC.stride(1) == z_TX.stride(1) == b_TV.stride(1) == a_TV.stride(1) == 1
-        and conv_weight_CW.t().is_contiguous()
+        and conv_weight_CW.stride() == (1, mixed_TC.shape[1])
         and conv_pool_SWC.is_contiguous()
         and state_pool_SVKD.is_contiguous()
-        and not is_worth_threads(len(mixed_TC) * v_heads * k_dim * v_dim)
+        and not is_worth_threads(mixed_TC.shape[0] * v_heads * k_dim * v_dim)
     )
 
 
 def net(parts: Parts, eps: float, conv_pool_SWC: Tensor, state_pool_SVKD: Tensor, layout: Layout) -> Tensor:
     """As `api.gated_delta_net`."""
-    from deltaserve.ops.gated_delta import numba_net
-
-    return numba_net.net(*parts, eps, conv_pool_SWC, state_pool_SVKD, layout)
+    out: Tensor = kernels("gated_delta.numba_net").net(*parts, eps, conv_pool_SWC, state_pool_SVKD, layout)
+    return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltaserve.ops.cpu import LANES, is_worth_threads, takes_tensors
+from deltaserve.ops.cpu import LANES, is_worth_threads, kernels, takes_tensors
 
 MAX_ROWS = 16
 """Rows up to which a kernel is faster than a library, whose calls cost more than they compute."""
@@ -12,13 +12,14 @@ MAX_ROWS = 16
 
 def takes(x_TI: Tensor, weight_OI: Tensor) -> bool:
     """Whether `linear` computes this product."""
+    shape = x_TI.shape
     return (
-        x_TI.dim() == 2
-        and len(x_TI) <= MAX_ROWS
+        len(shape) == 2
+        and shape[0] <= MAX_ROWS
         and takes_tensors(x_TI, weight_OI)
         and x_TI.stride(1) == 1
-        and weight_OI.t().is_contiguous()
-        and not is_worth_threads(len(x_TI) * weight_OI.numel())
+        and weight_OI.stride() == (1, weight_OI.shape[0])
+        and not is_worth_threads(shape[0] * weight_OI.numel())
     )
 
 
@@ -37,9 +38,8 @@ def takes_norm(
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     """As `api.linear`."""
-    from deltaserve.ops.linear import numba_linear
-
-    return numba_linear.linear(x_TI, weight_OI)
+    y_TO: Tensor = kernels("linear.numba_linear").linear(x_TI, weight_OI)
+    return y_TO
 
 
 def norm_linear(
@@ -50,7 +50,8 @@ def norm_linear(
     weight_OI: Tensor,
     beside_PI: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """As `api.norm_linear`."""
-    from deltaserve.ops.linear import numba_linear
-
-    return numba_linear.norm_linear(x_TI, residual_TI, weight_plus_one_I, eps, weight_OI, beside_PI)
+    """As `api.norm_linear`, without what is quantised."""
+    made: tuple[Tensor, Tensor | None, Tensor, Tensor] = kernels("linear.numba_linear").norm_linear(
+        x_TI, residual_TI, weight_plus_one_I, eps, weight_OI, beside_PI
+    )
+    return made

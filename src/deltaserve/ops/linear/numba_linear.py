@@ -60,8 +60,9 @@ def norm_linear(
     norm_TI, total_TI, y_TO = torch.empty(rows, width), torch.empty(rows, width), torch.empty(rows, num_out)
     beside, z, num_beside, y_TP = 0, 0, 0, None
     if beside_PI is not None:
-        y_TP = torch.empty(rows, len(beside_PI))
-        beside, z, num_beside = beside_PI.data_ptr(), y_TP.data_ptr(), len(beside_PI)
+        num_beside = beside_PI.shape[0]
+        y_TP = torch.empty(rows, num_beside)
+        beside, z = beside_PI.data_ptr(), y_TP.data_ptr()
     _norm_linear(
         *(x_TI.data_ptr(), 4 * x_TI.stride(0), residual_TI.data_ptr(), 4 * residual_TI.stride(0)),
         *(weight_plus_one_I.data_ptr(), norm_TI.data_ptr(), total_TI.data_ptr()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltaserve.ops.cpu import LANES, is_worth_threads, takes_tensors
+from deltaserve.ops.cpu import LANES, is_worth_threads, kernels, takes_tensors
 
 
 def takes(
@@ -18,11 +18,11 @@ def takes(
         and width % LANES == inner % LANES == shared_inner % LANES == 0
         and takes_tensors(x_TD, scores_TF, w13, w2, *shared)
         and x_TD.stride(1) == scores_TF.stride(1) == 1
-        and w13.transpose(1, 2).is_contiguous()
-        and w2.transpose(1, 2).is_contiguous()
-        and shared[0].t().is_contiguous()
-        and shared[1].t().is_contiguous()
-        and not is_worth_threads(len(x_TD) * (top_k * inner + shared_inner) * 3 * width)
+        and w13.stride() == (2 * inner * width, 1, 2 * inner)
+        and w2.stride() == (width * inner, 1, width)
+        and shared[0].stride() == (1, 2 * shared_inner)
+        and shared[1].stride() == (1, width)
+        and not is_worth_threads(x_TD.shape[0] * (top_k * inner + shared_inner) * 3 * width)
     )
 
 
@@ -36,6 +36,5 @@ def sparse_moe(
     shared: tuple[Tensor, Tensor],
 ) -> Tensor:
     """As `api.sparse_moe`."""
-    from deltaserve.ops.moe import numba_moe
-
-    return numba_moe.sparse_moe(x_TD, scores_TF, w13, w2, top_k, renormalize, shared)
+    out: Tensor = kernels("moe.numba_moe").sparse_moe(x_TD, scores_TF, w13, w2, top_k, renormalize, shared)
+    return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltaserve.ops.cpu import LANES, takes_tensors
+from deltaserve.ops.cpu import LANES, kernels, takes_tensors
 from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.norm import reference
 
@@ -29,9 +29,8 @@ def gemma_rms_norm(x_D: Tensor, weight_plus_one_D: Tensor, eps: float) -> Tensor
 
         return triton_norm.norm_rows(x_D, weight_plus_one_D, eps)
     if x_D.shape[-1] % LANES == 0 and x_D.is_contiguous() and takes_tensors(x_D, weight_plus_one_D):
-        from deltaserve.ops.norm import numba_norm
-
-        return numba_norm.norm(x_D, weight_plus_one_D, eps)
+        normed_D: Tensor = kernels("norm.numba_norm").norm(x_D, weight_plus_one_D, eps)
+        return normed_D
     return reference.gemma_rms_norm(x_D, weight_plus_one_D, eps)
 
 
@@ -57,9 +56,8 @@ def add_gemma_rms_norm(x_D: Tensor, residual_D: Tensor, weight_plus_one_D: Tenso
         x_D = reference.add_up(x_D, residual_D.dtype)
     is_whole = x_D.shape[-1] % LANES == 0 and x_D.is_contiguous() and residual_D.is_contiguous()
     if is_whole and takes_tensors(x_D, residual_D, weight_plus_one_D):
-        from deltaserve.ops.norm import numba_norm
-
-        return numba_norm.add_norm(x_D, residual_D, weight_plus_one_D, eps)
+        both: tuple[Tensor, Tensor] = kernels("norm.numba_norm").add_norm(x_D, residual_D, weight_plus_one_D, eps)
+        return both
     return reference.add_gemma_rms_norm(x_D, residual_D, weight_plus_one_D, eps)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deltaserve.ops.cpu import LANES, takes_tensors
+from deltaserve.ops.cpu import LANES, kernels, takes_tensors
 from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.sampling import reference
 
@@ -85,9 +85,8 @@ def greedy_checked(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 
         return extremes(logits_RV)[:2]
     if logits_RV.shape[1] % LANES == 0 and logits_RV.is_contiguous() and takes_tensors(logits_RV):
-        from deltaserve.ops.sampling import numba_greedy
-
-        return numba_greedy.greedy_checked(logits_RV)
+        checked: tuple[Tensor, Tensor] = kernels("sampling.numba_greedy").greedy_checked(logits_RV)
+        return checked
     return greedy(logits_RV), is_finite(logits_RV)
 
 
