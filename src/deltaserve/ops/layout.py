@@ -129,6 +129,18 @@ class Layout:
         )
 
 
+def plain(layout: Layout) -> Layout:
+    """The layout itself, whose tensors are as its table says and lie without gaps: kernels take their addresses."""
+    longs = (layout.read_slot, layout.write_slot, layout.position, layout.kv_index)
+    ints = [layout.block_table, layout.context_len, *(segment.cu_seqlens for segment in layout.segments)]
+    ints += [] if layout.first_key is None else [layout.first_key]
+    for kind, tensors in ((torch.int64, longs), (torch.int32, ints)):
+        for tensor in tensors:
+            assert tensor.dtype == kind, f"layout: {tensor.dtype} where {kind} is said"
+            assert tensor.is_contiguous(), f"layout: strides {tensor.stride()} of {tuple(tensor.shape)}"
+    return layout
+
+
 def _segments(lengths: Sequence[int], num_step: int, device: torch.device | str) -> tuple[Segment, ...]:
     segments: list[Segment] = []
     token = 0

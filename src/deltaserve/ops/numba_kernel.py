@@ -1,7 +1,8 @@
 """Compiles CPU kernels once, and keeps them on the disk. Knows no op.
 
-numba takes a kept kernel for fresh while its own file is unchanged; ours share code, so all their files count. A folder
-that cannot be written is no error: then each process compiles for itself.
+numba takes a kept kernel for fresh while its own file is unchanged; ours share code, so all their files count. They lie
+beside the sources or, where that cannot be written, in the user's cache folder; without either, each process compiles
+for itself.
 """
 
 from __future__ import annotations
@@ -16,72 +17,79 @@ from numba.core import caching
 
 logger = logging.getLogger(__name__)
 
-PARTS = "**/numba_*.py"
+SOURCES = "**/numba_*.py"
 """The files that a kernel may be made of, below this one's folder."""
 
 device = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """A decorator of functions that kernels call."""
 
 
-@lru_cache(maxsize=1)
-def source_stamp() -> bytes:
-    """Another one whenever a kernel or what it calls may have changed."""
+def source_stamp(folder: Path = Path(__file__).parent) -> bytes:
+    """Another one whenever a kernel, or what it calls, may have changed."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob(PARTS)):
+    for file in sorted(folder.glob(SOURCES)):
         digest.update(file.read_bytes())
     return digest.digest()
 
 
-class _Stamped:
+@lru_cache(maxsize=1)
+def _own_stamp() -> bytes:
+    return source_stamp()
+
+
+class _BesideSources(caching.InTreeCacheLocator):
     def get_source_stamp(self):
-        return source_stamp()
+        return _own_stamp()
 
 
-class _InTree(_Stamped, caching.InTreeCacheLocator):
-    pass
+class _OfUser(caching.UserWideCacheLocator):
+    def get_source_stamp(self):
+        return _own_stamp()
 
 
-class _UserWide(_Stamped, caching.UserWideCacheLocator):
-    pass
+class _Folders(caching.CompileResultCacheImpl):
+    _locator_classes = [_BesideSources, _OfUser]
 
 
-class _Implementation(caching.CompileResultCacheImpl):
-    _locator_classes = [_InTree, _UserWide]
+class KernelCache(caching.FunctionCache):
+    """A cache on a disk that may fail: what cannot be read is compiled, what cannot be written is lost."""
 
-
-class _Cache(caching.FunctionCache):
-    """A cache whose disk may fail: what cannot be read is compiled, what cannot be written is lost."""
-
-    _impl_class = _Implementation
+    _impl_class = _Folders
 
     def load_overload(self, signature, target_context):
         try:
-            return super().load_overload(signature, target_context)
+            found = super().load_overload(signature, target_context)
         except (OSError, EOFError) as error:
-            logger.warning("a kernel cannot be read from %s (%s): it is compiled anew", self.cache_path, error)
-            return None
+            logger.warning("a kernel cannot be read from %s (%s)", self.cache_path, error)
+            found = None
+        if found is None:
+            _say_that_it_takes_long()
+        return found
 
     def save_overload(self, signature, data):
         try:
             super().save_overload(signature, data)
         except OSError as error:
-            logger.warning("a kernel cannot be kept in %s (%s)", self.cache_path, error)
+            logger.warning("a kernel cannot be kept in %s (%s): the next process compiles it", self.cache_path, error)
+
+
+@lru_cache(maxsize=1)
+def _say_that_it_takes_long() -> None:
+    logger.info("compiling kernels for this CPU, which later starts find on the disk")
 
 
 def kernel(num_integers: int, num_floats: int = 0):
-    """A decorator: compiles a function of int64, the last `num_floats` parameters float32, that returns nothing."""
+    """A decorator: compiles a function of int64 numbers, and float32 ones behind them, that returns nothing."""
     kinds = (numba.int64,) * num_integers + (numba.float32,) * num_floats
 
     def compiled(function):
         dispatcher = numba.njit(no_cfunc_wrapper=True)(function)
         try:
-            dispatcher._cache = _Cache(function)
-        except RuntimeError as error:  # no folder can be written
-            logger.warning("kernels are not kept: %s", error)
+            dispatcher._cache = KernelCache(function)
+        except RuntimeError as error:  # numba found no folder that can be written
+            logger.warning("kernels are compiled in each process: %s", error)
         dispatcher.compile(kinds)
         dispatcher.disable_compile()
-        if not dispatcher.stats.cache_hits:
-            logger.info("compiled %s", function.__qualname__)
         return dispatcher
 
     return compiled

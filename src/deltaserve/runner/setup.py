@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from deltaserve.config import EngineConfig
+from deltaserve.ops import cpu
 from deltaserve.runner.blueprint import Blueprint
 from deltaserve.runner.device import free_memory
 from deltaserve.runner.graphs import StepGraphs
@@ -32,6 +33,8 @@ def make_runner(
     Raises ValueError for sizes that the user chose and that do not fit.
     """
     on_cpu = blueprint.device.type == "cpu"
+    if on_cpu and blueprint.dtype == torch.float32:
+        cpu.prepare()
     blueprint = blueprint if on_cpu else _measure(config, blueprint, model)
     if blueprint.num_guesses and not blueprint.is_random:
         blueprint = _check_guesses(blueprint, model)

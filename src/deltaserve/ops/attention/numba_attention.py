@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltaserve.ops.layout import BLOCK, Layout, Segment
+from deltaserve.ops.layout import BLOCK, Layout, Segment, plain
 from deltaserve.ops.norm.numba_norm import inverse_root, scaled
 from deltaserve.ops.numba_kernel import device, kernel
 from deltaserve.ops.numba_lanes import (
@@ -19,11 +19,14 @@ from deltaserve.ops.numba_lanes import (
     add,
     add_product,
     exp,
+    larger,
+    largest,
     load,
     multiply,
     read_float,
     read_int32,
     read_int64,
+    room,
     sigmoid,
     splat,
     store,
@@ -76,25 +79,27 @@ def _place(rows, table, key, stride):
 
 
 @device
-def _score(q, keys, table, first, seen, stride, width, scale, scores):
-    """`scale * q . k` of keys `first` to `seen` - 1. Returns the largest."""
-    most = LOWEST
+def _score(q, keys, table, first, seen, heads, k_heads, width, scale, scores, room_of_head):
+    """`scale * q . k` of all heads and of keys `first` to `seen` - 1, in the order of memory."""
+    group = heads // k_heads
     for key in range(first, seen):
-        place, products = _place(keys, table, key, stride), splat(ZERO)
-        for i in range(0, 4 * width, BYTES):
-            products = add_product(load(q + i), load(place + i), products)
-        score = total(products) * scale
-        write_float(scores + 4 * (key - first), score)
-        most = max(most, score)
-    return most
+        place = _place(keys, table, key, 4 * k_heads * width)
+        for head in range(heads):
+            query, there, products = q + 4 * head * width, place + 4 * (head // group) * width, splat(ZERO)
+            for i in range(0, 4 * width, BYTES):
+                products = add_product(load(query + i), load(there + i), products)
+            write_float(scores + head * room_of_head + 4 * (key - first), total(products) * scale)
 
 
 @device
-def _weigh(scores, count, most):
-    """`exp(score - most)` in place. Returns their sum."""
+def _weigh(scores, count):
+    """`exp(score - largest)` of one head, in place. Returns their sum."""
     for i in range(count, -(-count // LANES) * LANES):
         write_float(scores + 4 * i, LOWEST)  # of weight 0
-    sums, most = splat(ZERO), splat(most)
+    highest = splat(LOWEST)
+    for place in range(scores, scores + 4 * count, BYTES):
+        highest = larger(load(place), highest)
+    sums, most = splat(ZERO), splat(largest(highest))
     for place in range(scores, scores + 4 * count, BYTES):
         weight = exp(subtract(load(place), most))
         store(place, weight)
@@ -103,30 +108,38 @@ def _weigh(scores, count, most):
 
 
 @device
-def _sum_values(weights, values, table, first, seen, stride, width, out):
-    """`sum of weight * value` over keys `first` to `seen` - 1, one chain from the first to the last."""
-    for i in range(0, 4 * width, BYTES):
+def _sum_values(weights, room_of_head, values, table, first, seen, heads, k_heads, width, out):
+    """`sum of weight * value` of all heads over keys `first` to `seen` - 1, one chain from the first to the last."""
+    stride, group = 4 * k_heads * width, heads // k_heads
+    for i in range(0, 4 * heads * width, BYTES):
         store(out + i, splat(ZERO))
     whole = first + (seen - first) // 4 * 4
     for key in range(first, whole, 4):
         v0, v1 = _place(values, table, key, stride), _place(values, table, key + 1, stride)
         v2, v3 = _place(values, table, key + 2, stride), _place(values, table, key + 3, stride)
-        w0, w1 = splat(read_float(weights)), splat(read_float(weights + 4))
-        w2, w3 = splat(read_float(weights + 8)), splat(read_float(weights + 12))
-        for i in range(0, 4 * width, BYTES):
-            sums = add_product(w1, load(v1 + i), add_product(w0, load(v0 + i), load(out + i)))
-            store(out + i, add_product(w3, load(v3 + i), add_product(w2, load(v2 + i), sums)))
+        for head in range(heads):
+            o, w, there = out + 4 * head * width, weights + head * room_of_head, 4 * (head // group) * width
+            w0, w1 = splat(read_float(w)), splat(read_float(w + 4))
+            w2, w3 = splat(read_float(w + 8)), splat(read_float(w + 12))
+            for i in range(0, 4 * width, BYTES):
+                sums = add_product(w0, load(v0 + there + i), load(o + i))
+                sums = add_product(w1, load(v1 + there + i), sums)
+                sums = add_product(w2, load(v2 + there + i), sums)
+                store(o + i, add_product(w3, load(v3 + there + i), sums))
         weights += 16
     for key in range(whole, seen):
-        value, weight = _place(values, table, key, stride), splat(read_float(weights))
-        for i in range(0, 4 * width, BYTES):
-            store(out + i, add_product(weight, load(value + i), load(out + i)))
+        value = _place(values, table, key, stride)
+        for head in range(heads):
+            o, there = out + 4 * head * width, value + 4 * (head // group) * width
+            weight = splat(read_float(weights + head * room_of_head))
+            for i in range(0, 4 * width, BYTES):
+                store(o + i, add_product(weight, load(there + i), load(o + i)))
         weights += 4
 
 
 @device
 def _finish(out, gate, sum_of_weights, width):
-    """The weighted mean, gated by sigmoid, in place."""
+    """One head's weighted mean, gated by sigmoid, in place."""
     factor = splat(ONE / sum_of_weights)
     for i in range(0, 4 * width, BYTES):
         store(out + i, multiply(multiply(load(out + i), factor), sigmoid(load(gate + i))))
@@ -134,10 +147,11 @@ def _finish(out, gate, sum_of_weights, width):
 
 @kernel(18, 1)
 def _step(
-    q, gate, gate_stride, out, pool, values, table, table_stride, context_len, first_key, scores, rows, length, heads,
-    k_heads, width, token_bytes, has_first, scale,
+    q, gate, gate_stride, out, pool, values, table, table_stride, context_len, first_key, scores, room_of_head, rows,
+    length, heads, k_heads, width, has_first, scale,
 ):  # fmt: skip
-    """`values`: bytes from a key in the pool to its value; `token_bytes`: from a token in the pool to the next."""
+    """`values`: bytes from a key in the pool to its value; `room_of_head`: bytes of a head's scores."""
+    sums = room(4 * heads)
     for row in range(rows):
         context, first = read_int32(context_len + 4 * row), 0
         if has_first:
@@ -145,18 +159,19 @@ def _step(
         blocks = table + row * table_stride
         for token in range(row * length, row * length + length):
             seen = context - (row + 1) * length + token + 1
+            o = out + 4 * token * heads * width
+            if seen <= first:
+                for i in range(0, 4 * heads * width, BYTES):
+                    store(o + i, splat(ZERO))
+                continue
+            query = q + 4 * token * heads * width
+            _score(query, pool, blocks, first, seen, heads, k_heads, width, scale, scores, room_of_head)
             for head in range(heads):
-                o = out + 4 * (token * heads + head) * width
-                if seen <= first:
-                    for i in range(0, 4 * width, BYTES):
-                        store(o + i, splat(ZERO))
-                    continue
-                keys = pool + 4 * (head // (heads // k_heads)) * width
-                query, opening = q + 4 * (token * heads + head) * width, gate + token * gate_stride + 4 * head * width
-                most = _score(query, keys, blocks, first, seen, token_bytes, width, scale, scores)
-                sums = _weigh(scores, seen - first, most)
-                _sum_values(scores, keys + values, blocks, first, seen, token_bytes, width, o)
-                _finish(o, opening, sums, width)
+                write_float(sums + 4 * head, _weigh(scores + head * room_of_head, seen - first))
+            _sum_values(scores, room_of_head, pool + values, blocks, first, seen, heads, k_heads, width, o)
+            for head in range(heads):
+                opening = gate + token * gate_stride + 4 * head * width
+                _finish(o + 4 * head * width, opening, read_float(sums + 4 * head), width)
 
 
 def enter(
@@ -174,7 +189,7 @@ def enter(
 
     As in `api.gated_attention`, all in float32; heads of a token without gaps.
     """
-    tokens, heads, width = q_THD.shape
+    layout, (tokens, heads, width) = layout.once(plain), q_THD.shape
     out_THD = torch.empty(tokens, heads, width)
     _enter(
         *(q_THD.data_ptr(), 4 * q_THD.stride(0), k_TGD.data_ptr(), 4 * k_TGD.stride(0)),
@@ -196,15 +211,15 @@ def step(
     scale: float,
 ) -> None:
     """Writes the segment's tokens of `out`: what they see, gated. All in float32; q, out and the pool without gaps."""
-    heads, width = q_THD.shape[1:]
+    layout, (heads, width) = layout.once(plain), q_THD.shape[1:]
     rows, table, first = segment.row_end - segment.row_start, layout.block_table, layout.first_key
-    scores = torch.empty(table.shape[1] * BLOCK)
+    scores_HN = torch.empty(heads, table.shape[1] * BLOCK)
     _step(
         *(_at(q_THD, segment.token_start), _at(gate_TX, segment.token_start), 4 * gate_TX.stride(0)),
         *(_at(out_TX, segment.token_start), kv_pool.data_ptr(), 4 * kv_pool.stride(0)),
         *(_at(table, segment.row_start), 4 * table.stride(0), _at(layout.context_len, segment.row_start)),
-        *(0 if first is None else _at(first, segment.row_start), scores.data_ptr(), rows, segment.max_len),
-        *(heads, kv_pool.shape[3], width, 4 * kv_pool.shape[3] * width, first is not None, scale),
+        *(0 if first is None else _at(first, segment.row_start), scores_HN.data_ptr(), 4 * scores_HN.shape[1]),
+        *(rows, segment.max_len, heads, kv_pool.shape[3], width, first is not None, scale),
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltaserve.ops.layout import Layout, Segment
+from deltaserve.ops.layout import Layout, Segment, plain
 from deltaserve.ops.norm.numba_norm import inverse_root
 from deltaserve.ops.numba_kernel import device, kernel
 from deltaserve.ops.numba_lanes import (
@@ -77,13 +77,12 @@ def _shorten(head, width, scale):
 
 
 @device
-def _gate(a, b, A_log, dt_bias, gates, heads):
+def _gate(a, b, rates, dt_bias, gates, heads):
     """Each head's decay and write strength of one token, one after the other."""
     for head in range(heads):
         x = float(read_float(a + 4 * head)) + float(read_float(dt_bias + 4 * head))
         soft = x if x > LINEAR_FROM else math.log1p(math.exp(x))
-        decay = math.exp(-math.exp(float(read_float(A_log + 4 * head))) * soft)
-        write_float(gates + 8 * head, np.float32(decay))
+        write_float(gates + 8 * head, np.float32(math.exp(-float(read_float(rates + 4 * head)) * soft)))
         strength = 1.0 / (1.0 + math.exp(-float(read_float(b + 4 * head))))
         write_float(gates + 8 * head + 4, np.float32(strength))
 
@@ -156,7 +155,9 @@ def _net(
 ):  # fmt: skip
     """One segment: tensors from its first token on. `width`: bytes of a token in `work`."""
     scale = ONE / np.float32(math.sqrt(np.float32(k_dim)))
-    sources_W = room(8 * taps)
+    sources_W, rates = room(8 * taps), room(4 * v_heads)
+    for head in range(v_heads):
+        write_float(rates + 4 * head, np.float32(math.exp(float(read_float(A_log + 4 * head)))))
     for row in range(rows):
         first = read_int32(bounds + 4 * row)
         tokens, read = read_int32(bounds + 4 * row + 4) - first, read_int64(read_slot + 8 * row)
@@ -171,7 +172,7 @@ def _net(
         for token in range(first, first + tokens):
             for head in range(2 * k_heads):
                 _shorten(work + token * width + 4 * head * k_dim, k_dim, scale if head < k_heads else ONE)
-            _gate(a + token * a_stride, b + token * b_stride, A_log, dt_bias, gates + 8 * token * v_heads, v_heads)
+            _gate(a + token * a_stride, b + token * b_stride, rates, dt_bias, gates + 8 * token * v_heads, v_heads)
         o = out + 4 * first * v_heads * v_dim
         for head in range(v_heads):
             _recur(
@@ -205,6 +206,7 @@ def net(
     out_TVD, work_TC = torch.empty(tokens, v_heads, v_dim), torch.empty(tokens, channels)
     gates_TV2, spare_KD = torch.empty(tokens, v_heads, 2), torch.empty(k_dim, v_dim)
     window_WC = torch.empty(taps - 1, channels)
+    layout = layout.once(plain)
     for segment in layout.segments:
         first = segment.token_start
         _net(
