@@ -58,6 +58,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --disable-pip-version-check -e .
+	$(BIN)/python -c 'from deltaserve.ops.cpu import prepare; prepare()'
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.installed

@@ -1,14 +1,14 @@
 """Which tensors the numba kernels compute, and when. Knows no op.
 
-Kernels beside an op's reference are compiled for float32 and run on one thread. They win while calls cost more than what
-they compute, and where a step goes over memory once that torch goes over several times.
+Kernels beside an op's reference are compiled for float32 and run on one thread. They win while torch's calls cost more
+than what they compute, and where torch goes over memory several times.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -48,16 +48,17 @@ def is_worth_threads(multiplications: int) -> bool:
 
 @lru_cache(maxsize=1)
 def is_available() -> bool:
-    """Whether there is a numba that works. Without it torch computes."""
+    """Whether there is a numba, and one that the kernels know. Without it torch computes."""
     try:
-        import numba  # noqa: F401
+        for module in ("numba_kernel", "numba_lanes"):
+            import_module(f"deltaserve.ops.{module}")
     except ImportError as error:
         logger.warning("no kernels for the CPU, torch computes: %s", error)
         return False
     return True
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernels(module: str) -> Any:
     """One of MODULES; its kernels are compiled at the first call, unless an earlier process has left them on the disk.
 

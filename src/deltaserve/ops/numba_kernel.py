@@ -13,11 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import numba
-from numba.core import caching
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, InTreeCacheLocator, UserWideCacheLocator
 
 logger = logging.getLogger(__name__)
 
-SOURCES = "**/numba_*.py"
+SOURCES = ("cpu.py", "**/numba_*.py")
 """The files that a kernel may be made of, below this one's folder."""
 
 device = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -27,8 +27,9 @@ device = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def source_stamp(folder: Path = Path(__file__).parent) -> bytes:
     """Another one whenever a kernel, or what it calls, may have changed."""
     digest = hashlib.sha256()
-    for file in sorted(folder.glob(SOURCES)):
-        digest.update(file.read_bytes())
+    for pattern in SOURCES:
+        for file in sorted(folder.glob(pattern)):
+            digest.update(file.read_bytes())
     return digest.digest()
 
 
@@ -37,21 +38,21 @@ def _own_stamp() -> bytes:
     return source_stamp()
 
 
-class _BesideSources(caching.InTreeCacheLocator):
+class _BesideSources(InTreeCacheLocator):
     def get_source_stamp(self):
         return _own_stamp()
 
 
-class _OfUser(caching.UserWideCacheLocator):
+class _OfUser(UserWideCacheLocator):
     def get_source_stamp(self):
         return _own_stamp()
 
 
-class _Folders(caching.CompileResultCacheImpl):
-    _locator_classes = [_BesideSources, _OfUser]
+class _Folders(CompileResultCacheImpl):
+    _locator_classes = (_BesideSources, _OfUser)
 
 
-class KernelCache(caching.FunctionCache):
+class KernelCache(FunctionCache):
     """A cache on a disk that may fail: what cannot be read is compiled, what cannot be written is lost."""
 
     _impl_class = _Folders

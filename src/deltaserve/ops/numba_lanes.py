@@ -12,7 +12,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-LANES = 8
+from deltaserve.ops.cpu import LANES
+
 BYTES = 4 * LANES
 """Of eight lanes."""
 

@@ -13,9 +13,7 @@ Weights = tuple[Tensor, Tensor, float, Tensor]
 """q_weight, k_weight, eps and cos_sin of `api.gated_attention`."""
 
 
-def takes(
-    q_THD: Tensor, gate_TX: Tensor, k_TGD: Tensor, v_TGD: Tensor, weights: Weights, kv_pool: Tensor
-) -> bool:
+def takes(q_THD: Tensor, gate_TX: Tensor, k_TGD: Tensor, v_TGD: Tensor, weights: Weights, kv_pool: Tensor) -> bool:
     """Whether `attend` computes this."""
     q_weight_D, k_weight_D, _, cos_sin = weights
     width = q_THD.shape[2]

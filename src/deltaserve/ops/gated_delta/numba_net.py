@@ -151,7 +151,8 @@ def _norm_and_gate(o, z, weight, width, eps):
 @kernel(29, 1)
 def _net(
     x, x_stride, z, z_stride, b, b_stride, a, a_stride, conv_weight, A_log, dt_bias, norm_weight, conv_pool, state_pool,
-    read_slot, write_slot, bounds, work, gates, spare, window, out, rows, taps, k_heads, v_heads, k_dim, v_dim, width, eps,
+    read_slot, write_slot, bounds, work, gates, spare, window, out,
+    rows, taps, k_heads, v_heads, k_dim, v_dim, width, eps,
 ):  # fmt: skip
     """One segment: tensors from its first token on. `width`: bytes of a token in `work`."""
     scale = ONE / np.float32(math.sqrt(np.float32(k_dim)))

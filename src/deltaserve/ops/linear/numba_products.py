@@ -78,9 +78,7 @@ def _tile(num_rows: int, num_vectors: int):
                 for r in range(num_rows):
                     factor = emit_splat(builder, builder.load(at(x[r], number, offset)))
                     for v in range(num_vectors):
-                        builder.store(
-                            emit_add_product(builder, factor, w[v], builder.load(sums[r, v])), sums[r, v]
-                        )
+                        builder.store(emit_add_product(builder, factor, w[v], builder.load(sums[r, v])), sums[r, v])
             for place in places:
                 builder.store(builder.load(sums[place]), y[place], align=4)
             return context.get_dummy_value()

@@ -8,9 +8,7 @@ from torch import Tensor
 from deltaserve.ops.cpu import LANES, is_worth_threads, kernels, takes_tensors
 
 
-def takes(
-    x_TD: Tensor, scores_TF: Tensor, w13: Tensor, w2: Tensor, top_k: int, shared: tuple[Tensor, Tensor]
-) -> bool:
+def takes(x_TD: Tensor, scores_TF: Tensor, w13: Tensor, w2: Tensor, top_k: int, shared: tuple[Tensor, Tensor]) -> bool:
     """Whether `sparse_moe` computes this."""
     (num_held, width, inner), shared_inner = w2.shape, shared[1].shape[1]
     return (

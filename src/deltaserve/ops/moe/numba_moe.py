@@ -1,7 +1,7 @@
 """A mixture of experts in numba: routing, experts and the shared one in one call.
 
-Tokens are sorted by expert, so that an expert's weights stay in the nearest cache while its tokens take them, where they
-lie. A token's sum goes from the shared expert to its experts in the order of their ids, whoever is computed beside it.
+Pairs are sorted by expert, so that an expert's weights stay in the nearest cache while its tokens take them; the tokens
+stay where they are. A token's sum goes from the shared expert to its experts by their ids, whoever is beside it.
 
 Shape letters as in api.py; P = T * K pairs of a token and one of its experts, S inner width of the shared expert.
 """
