@@ -1,5 +1,4 @@
-"""The gated delta net by its kernel on a CPU, against float64: every output, every kept state and window, and every byte
-that is nobody's."""
+"""The gated delta net by its kernel on a CPU, against float64: outputs, what is kept, and all bytes beside."""
 
 from __future__ import annotations
 
@@ -133,7 +132,7 @@ def test_bits_do_not_depend_on_mates_or_cuts(cut: int) -> None:
 def test_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(shape: Shape, dtype: torch.dtype = F32, state_dtype: torch.dtype = F32) -> bool:
         *parts, _, conv, state, _ = Net.random(shape, step_rows(2, 1), dtype, state_dtype).arguments().values()
-        return cpu.takes(tuple(parts), conv, state)  # type: ignore[arg-type]
+        return cpu.takes(tuple(parts), conv, state)
 
     assert taken(Shape())
     assert not taken(Shape(k_dim=12))

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltaserve.ops.cpu import LANES
 from deltaserve.ops.numba_kernel import kernel
 from deltaserve.ops.numba_lanes import (
     BYTES,
-    LANES,
     add_product,
     add_product_of_numbers,
     exp,

@@ -61,7 +61,7 @@ class Mixture:
         weights, ids = naive_route(self.scores[:, :-1], self.top_k, self.renormalize)
         routed = naive_experts(self.x, self.w13, self.w2, weights, ids)
         one, zero = torch.ones(len(self.x), 1, dtype=torch.float64), torch.zeros(len(self.x), 1, dtype=torch.int64)
-        shared = naive_experts(self.x, *(weight[None] for weight in self.shared), one, zero)
+        shared = naive_experts(self.x, self.shared[0][None], self.shared[1][None], one, zero)
         return routed + self.scores[:, -1:].double().sigmoid() * shared
 
 
@@ -134,8 +134,7 @@ def test_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cpu.takes(x, scores, w13, w2, top_k, (shared[0].contiguous(), shared[1]))
     assert not cpu.takes(x, scores, w13, w2, top_k, (shared[0], shared[1].contiguous()))
     assert not cpu.takes(x.bfloat16(), scores, w13, w2, top_k, shared)
-    for sizes in ({"width": 20}, {"inner": 12}, {"shared": 4}):
-        odd = Mixture.random(3, **sizes)
+    for odd in (Mixture.random(3, width=20), Mixture.random(3, inner=12), Mixture.random(3, shared=4)):
         assert not cpu.takes(odd.x, odd.scores, odd.w13, odd.w2, odd.top_k, odd.shared)
     monkeypatch.setattr(cpu, "is_worth_threads", lambda work: work == 3 * (3 * 16 + 40) * 3 * 24)
     assert not cpu.takes(x, scores, w13, w2, top_k, shared), "threads are faster"
