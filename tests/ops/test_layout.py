@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from deltaserve.ops.layout import BLOCK, Layout, Segment, kept_by_place, read_slots, slot_index
+from deltaserve.ops.layout import BLOCK, Layout, Segment, kept_by_place, plain, read_slots, slot_index
 
 
 def test_from_rows_counts_tokens_rows_and_blocks() -> None:
@@ -32,6 +35,22 @@ def test_from_rows_counts_tokens_rows_and_blocks() -> None:
     dtypes = [layout.read_slot, layout.write_slot, layout.position, layout.kv_index]
     assert {tensor.dtype for tensor in dtypes} == {torch.int64}
     assert {tensor.dtype for tensor in (layout.block_table, layout.context_len, step.cu_seqlens)} == {torch.int32}
+
+
+def test_plain_layouts() -> None:
+    layout = Layout.from_rows([1, 2], num_step=1, blocks=[[1], [0]])
+    assert plain(layout) is layout
+    assert plain(replace(layout, first_key=torch.zeros(2, dtype=torch.int32))).first_key is not None
+    odd_ones: dict[str, Any] = {
+        "read_slot": layout.read_slot.int(),
+        "write_slot": torch.zeros(6, dtype=torch.int64)[::2],
+        "context_len": layout.context_len.long(),
+        "block_table": torch.zeros(2, 4, dtype=torch.int32)[:, ::2],
+        "first_key": torch.zeros(2, dtype=torch.int64),
+    }
+    for name, odd in odd_ones.items():
+        with pytest.raises(AssertionError, match="layout:"):
+            plain(replace(layout, **{name: odd}))
 
 
 def test_from_rows_without_memory_points_nowhere() -> None:

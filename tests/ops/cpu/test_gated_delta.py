@@ -86,6 +86,14 @@ def test_equal_keys_and_gates_at_their_ends(decay: float, beta: float) -> None:
     check(net, out, before, 2e-5, 2e-5)
 
 
+def test_a_large_input_of_a_slow_decay() -> None:
+    """Its softplus is the input itself, where an exponential of it would be infinite."""
+    net = Net.random(Shape(1, 2, 16, 16), step_rows(2, 1), F32, F32)
+    net.projected[:, -2:], net.dt_bias[:], net.A_log[:] = 1000.0, 0.0, -9.0
+    before = net.copy("cpu")
+    check(net, run(net), before, 2e-6, 2e-6)
+
+
 def test_zero_queries_and_keys() -> None:
     shape = Shape(1, 2, 16, 16)
     net = Net.random(shape, step_rows(2, 1), F32, F32)

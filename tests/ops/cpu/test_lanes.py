@@ -89,6 +89,13 @@ def test_exponentials_beyond_what_a_float_holds() -> None:
         assert found[7].isnan()
 
 
+def test_every_nan_stays_nan() -> None:
+    """Whatever its low bits are, of which the exponent is made."""
+    x = torch.arange(0x7FC00000, 0x7FC00400, dtype=torch.int32).view(torch.float32)
+    for found in computed(torch.cat([x, -x])):
+        assert found.isnan().all()
+
+
 def test_folds() -> None:
     x, y = torch.randn(2 * LANES), torch.empty(3)
     folds(x.data_ptr(), y.data_ptr())

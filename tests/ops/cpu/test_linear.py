@@ -47,7 +47,7 @@ def test_a_rows_bits_do_not_depend_on_its_mates(sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 6, 16])
 @pytest.mark.parametrize("beside", [0, 1, 16, 17])
 def test_a_norm_and_its_products(rows: int, beside: int) -> None:
-    x, residual = between_columns(rows, 40), between_columns(rows, 40)
+    x, residual = between_columns(rows, 40), torch.randn(rows, 40)
     norm_weight, w, other = torch.rand(40) + 0.5, weight(40, 72), weight(40, beside) if beside else None
     with guarded():
         y, z, norm, total = numba_linear.norm_linear(x, residual, norm_weight, EPS, w, other)
@@ -87,6 +87,9 @@ def test_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cpu.takes_norm(x[:, :12], x[:, :12], norm[:12], weight(12, 24), None), "no whole vectors"
     assert not cpu.takes_norm(x, x, norm.double(), w, None)
     assert not cpu.takes_norm(x, x, norm, w, w.contiguous())
+    assert cpu.takes_norm(x, between_columns(3, 16), norm, w, None)
+    assert not cpu.takes_norm(x, torch.randn(3, 32)[:, ::2], norm, w, None), "a residual with gaps"
+    assert not cpu.takes_norm(torch.randn(3, 2, 16), x, norm, w, None), "rows yet to be added up"
     assert not cpu.takes(x, w.clone().requires_grad_())
     monkeypatch.setattr(cpu, "is_worth_threads", lambda work: work == 3 * 16 * 24)
     assert not cpu.takes(x, w), "threads are faster"
