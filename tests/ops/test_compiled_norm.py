@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltaserve.ops.norm.triton_norm import norm_kernel, tile
+from deltaserve.ops.norm.triton_norm import gated_norm_kernel, norm_kernel, tile
 from tests.ops.compiled import TARGETS, compile_for
 
 WAYS = {"sm_90": 1, "sm_80": 2, "gfx942": 2}
@@ -30,3 +30,18 @@ def test_norm(target: str, addends: int, quantizes: bool) -> None:
     assert found.shared <= 8 << 10
     if target == "sm_90":
         assert found.assembly.count("ld.global.v4.b32") >= max(1, addends)
+
+
+@pytest.mark.parametrize("quantizes", [True, False])
+@pytest.mark.parametrize("target", TARGETS)
+def test_gated_norm(target: str, quantizes: bool) -> None:
+    rows, block, warps = tile(128)
+    way = WAYS[target] if quantizes else 0
+    kernel = gated_norm_kernel
+    kinds = {"eps": "fp32", "q_ptr": {0: "*bf16", 1: "*fp8e4nv", 2: "*u8"}[way]}
+    kinds |= {"scale_ptr": "*fp32" if way else "*bf16"}
+    signature = {name: kinds.get(name, "*bf16" if name.endswith("ptr") else "i32") for name in kernel.arg_names}
+    constants = {"HEADS": 32, "WIDTH": 128, "ROWS": rows, "BLOCK_D": block, "FP8": way}
+    found = compile_for(TARGETS[target], kernel, signature, constants, warps)
+    assert found.spilled == 0
+    assert found.registers <= 128

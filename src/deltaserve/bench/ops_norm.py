@@ -50,5 +50,22 @@ def gated_norm(tokens: int) -> Case:
     return Case(f"gated norm {tokens}", make, num_bytes)
 
 
+def gated_norm_quantized(tokens: int) -> Case:
+    num_bytes = 3.5 * tokens * HEADS * VALUE * 2
+
+    def make() -> list[Callable[[], object]]:
+        from deltaserve.ops.norm.triton_norm import gated_norm_rows_quantized
+
+        weight = torch.rand(VALUE, device="cuda").bfloat16()
+        return [
+            partial(gated_norm_rows_quantized, noise(tokens, HEADS, VALUE), noise(tokens, HEADS, VALUE), weight, EPS)
+            for _ in range(sets_of(num_bytes))
+        ]
+
+    return Case(f"gated norm quantised {tokens}", make, num_bytes)
+
+
 def cases() -> list[Case]:
-    return [*(add_norm(tokens) for tokens in TOKENS), *(gated_norm(tokens) for tokens in TOKENS if tokens >= 1024)]
+    many = [tokens for tokens in TOKENS if tokens >= 1024]
+    gated = [make(tokens) for make in (gated_norm, gated_norm_quantized) for tokens in many]
+    return [*(add_norm(tokens) for tokens in TOKENS), *gated]

@@ -97,18 +97,20 @@ def test_steps_and_chunks_side_by_side() -> None:
     run_and_check(Shape(2, 2), rows)
 
 
+@pytest.mark.parametrize("is_step", [True, False])
 @pytest.mark.parametrize(("length", "v_dim", "dtype"), [(1, 128, F32), (2, 128, torch.float16), (1, 256, F32)])
-def test_steps_that_quantise(length: int, v_dim: int, dtype: torch.dtype) -> None:
-    """What they leave quantised is what quantising their outputs gives, bit for bit."""
-    net = Net.random(Shape(1, 2, 16, v_dim), step_rows(3, length, fresh=[1]), dtype, F32)
+def test_outputs_that_are_quantised(length: int, v_dim: int, dtype: torch.dtype, is_step: bool) -> None:
+    """They are what quantising them gives, bit for bit, in steps and in chunks."""
+    rows = step_rows(3, length, fresh=[1]) if is_step else chunk_rows([3 * length], [0])
+    net = Net.random(Shape(1, 2, 16, v_dim), rows, dtype, F32)
     out, ready = api._by_kernels(**net.arguments(), quantizes=True)
     assert ready is not None
     for found, expected in zip(ready, quantize_rows(out.flatten(1)), strict=True):
         assert found.stride() == expected.stride()
         assert torch.equal(found[: len(out)].float(), expected[: len(out)].float())
-    for rows, width in ((chunk_rows([3], [0]), 128), (step_rows(2, 1), 96)):
-        other = Net.random(Shape(1, 2, 16, width), rows, F32, F32)
-        assert api._by_kernels(**other.arguments(), quantizes=True)[1] is None
+        assert is_step or torch.equal(found[len(out) :].float(), expected[len(out) :].float())
+    other = Net.random(Shape(1, 2, 16, 96), rows, dtype, F32)
+    assert api._by_kernels(**other.arguments(), quantizes=True)[1] is None
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 2, 9]], ids=str)

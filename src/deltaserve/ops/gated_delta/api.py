@@ -88,13 +88,14 @@ def _by_kernels(
     layout: Layout,
     quantizes: bool = False,
 ) -> tuple[Tensor, Ready | None]:
-    """A step segment in one launch, in which its outputs are quantised where there is no other segment; a chunk segment
-    in five: windows, convolution, chunks, states, norm.
+    """A step segment in one launch; a chunk segment in five: windows, convolution, chunks, states, norm. The last one
+    quantises the outputs where there is no other segment.
 
     Only bf16 and fp16 are worth the chunks: rows of fp32 take the launch of a step, token by token.
     """
     from deltaserve.ops.gated_delta import triton_prepare, triton_step
     from deltaserve.ops.linear.triton_fp8 import new_quantized
+    from deltaserve.ops.norm.triton_norm import gated_norm_rows_quantized
 
     v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
     (tokens, channels), values = mixed_TC.shape, v_heads * v_dim
@@ -107,10 +108,11 @@ def _by_kernels(
     assert all(part.stride(1) == 1 for part in (mixed_TC, z_TX, b_TV, a_TV)), "gated delta net: rows have gaps"
     z_TVD = z_TX.view(tokens, v_heads, v_dim)
     out_TVD = torch.empty(tokens, v_heads, v_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
-    ready = None
-    if quantizes and len(layout.segments) == 1 and layout.segments[0].is_step and triton_step.can_quantize(v_dim):
-        ready = new_quantized(tokens, values, mixed_TC.device)
     has_chunks = mixed_TC.dtype != torch.float32 or not mixed_TC.is_cuda
+    quantizes = quantizes and len(layout.segments) == 1 and triton_step.can_quantize(v_dim)
+    ready = None
+    if quantizes and (layout.segments[0].is_step or not has_chunks):
+        ready = new_quantized(tokens, values, mixed_TC.device)
     for segment in layout.segments:
         if segment.is_step or not has_chunks:
             triton_step.step(
@@ -122,6 +124,8 @@ def _by_kernels(
             *(mixed_TC, conv_weight_CW, conv_pool_SWC, b_TV, a_TV, A_log_V, dt_bias_V),
             *(state_pool_SVKD, layout, segment),
         )
+        if quantizes:
+            return gated_norm_rows_quantized(o_TVD, segment.cut(z_TVD), norm_weight_D, eps)
         o_TVD = gated_rms_norm(o_TVD, segment.cut(z_TVD), norm_weight_D, eps)
         if len(layout.segments) == 1:
             return o_TVD, None

@@ -85,13 +85,16 @@ def norm_kernel(
         tl.store(scale_ptr + block[None, :] * padded + row[:, None], scales, mask=is_stored & is_block)
 
 
-@triton.jit(do_not_specialize=["num_rows", "eps"])
+@triton.jit(do_not_specialize=["num_rows", "padded", "eps"])
 def gated_norm_kernel(
     x_ptr,
     z_ptr,
     weight_ptr,
     out_ptr,
+    q_ptr,
+    scale_ptr,
     num_rows,
+    padded,
     x_outer,
     x_inner,
     z_outer,
@@ -101,7 +104,10 @@ def gated_norm_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FP8: tl.constexpr,
 ):
+    """Rows are heads of tokens. FP8: whether, and how, the outputs are stored quantised as well, `padded` tokens of
+    them, with scales [heads * blocks, padded]; a head's width is then 128, 256 or so on."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
@@ -112,8 +118,16 @@ def gated_norm_kernel(
     x = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + z_at, mask=mask, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / WIDTH + eps)
-    out = x * scale[:, None] * weight[None, :] * (z / (1.0 + tl.exp(-z)))
-    tl.store(out_ptr + row[:, None] * WIDTH + column[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    out = (x * scale[:, None] * weight[None, :] * (z / (1.0 + tl.exp(-z)))).to(out_ptr.dtype.element_ty)
+    to = row[:, None] * WIDTH + column[None, :]
+    tl.store(out_ptr + to, out, mask=mask)
+    if FP8 != 0:
+        BLOCKS: tl.constexpr = BLOCK_D // 128
+        q, scales = quantize(tl.reshape(out.to(tl.float32), (ROWS * BLOCKS, 128)), FP8)
+        is_stored = (outer < padded)[:, None]
+        tl.store(q_ptr + to, stored(tl.reshape(q, (ROWS, BLOCK_D)), FP8), mask=is_stored)
+        block = inner[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+        tl.store(scale_ptr + block * padded + outer[:, None], tl.reshape(scales, (ROWS, BLOCKS)), mask=is_stored)
 
 
 def tile(width: int) -> tuple[int, int, int]:
@@ -158,6 +172,22 @@ def _add_norm(
 
 def gated_norm_rows(x_V: Tensor, z_V: Tensor, weight_V: Tensor, eps: float) -> Tensor:
     """`w * x / rms(x) * silu(z)` of x and z [..., V]; contiguous, as x in dtype."""
+    return _gated_norm(x_V, z_V, weight_V, eps, None)
+
+
+def gated_norm_rows_quantized(
+    x_THV: Tensor, z_THV: Tensor, weight_V: Tensor, eps: float
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """As `gated_norm_rows` of [T, H, V], and the same as `quantize_rows` would give it of [T, H * V]; V is a power of
+    two and a multiple of 128."""
+    tokens, heads, width = x_THV.shape
+    assert width % 128 == 0, f"gated norm: rows of {width} are not whole blocks"
+    assert width & (width - 1) == 0, f"gated norm: rows of {width} are no power of two"
+    ready = new_quantized(tokens, heads * width, x_THV.device)
+    return _gated_norm(x_THV, z_THV, weight_V, eps, ready), ready
+
+
+def _gated_norm(x_V: Tensor, z_V: Tensor, weight_V: Tensor, eps: float, ready: tuple[Tensor, Tensor] | None) -> Tensor:
     out_V = torch.empty(x_V.shape, dtype=x_V.dtype, device=x_V.device)
     x_NHV, z_NHV = _by_head(x_V), _by_head(z_V)
     if x_NHV.shape != z_NHV.shape:
@@ -165,13 +195,19 @@ def gated_norm_rows(x_V: Tensor, z_V: Tensor, weight_V: Tensor, eps: float) -> T
     heads, width = x_NHV.shape[1:]
     num_rows = x_NHV.shape[0] * heads
     rows, block, warps = tile(width)
+    q, scale, way, padded = out_V, out_V, 0, x_NHV.shape[0]
+    if ready is not None:
+        (q, way), scale, padded = fp8_way(*ready), ready[1], len(ready[0])
     if num_rows:
-        gated_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        gated_norm_kernel[(triton.cdiv(padded * heads, rows),)](
             x_NHV,
             z_NHV,
             weight_V,
             out_V,
+            q,
+            scale,
             num_rows,
+            padded,
             x_NHV.stride(0),
             x_NHV.stride(1),
             z_NHV.stride(0),
@@ -181,6 +217,7 @@ def gated_norm_rows(x_V: Tensor, z_V: Tensor, weight_V: Tensor, eps: float) -> T
             WIDTH=width,
             ROWS=rows,
             BLOCK_D=block,
+            FP8=way,
             num_warps=warps,
         )
     return out_V
