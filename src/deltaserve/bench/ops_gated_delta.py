@@ -133,7 +133,6 @@ def cases() -> list[Case]:
         " inside hopper": {"inside": {}, "hopper": True},
         " inside 168 registers hopper": {"inside": {"maxnreg": 168}, "hopper": True},
         " inside w8 hopper": {"inside": {"num_warps": 8}, "hopper": True},
-        " inside w8 128 registers hopper": {"inside": {"num_warps": 8, "maxnreg": 128}, "hopper": True},
     }
     prompt_lengths = {
         "1x1024": [1024],

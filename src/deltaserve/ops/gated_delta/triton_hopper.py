@@ -235,6 +235,7 @@ def pass_kernel(
         if keep >= 0:
             kept = pool + keep.to(gl.int64) * (VH * K * V) + state_place
             gl.store(kept, state.to(pool.dtype.element_ty))
+    async_copy.wait_group(0)  # those of chunks that the row does not have
     if count > 0:
         o_tile.permute((1, 0)).store(warpgroup_mma_wait(0, [o]).to(DTYPE))
         _barrier()
