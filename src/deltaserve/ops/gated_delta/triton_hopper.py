@@ -235,9 +235,9 @@ def pass_kernel(
         if keep >= 0:
             kept = pool + keep.to(gl.int64) * (VH * K * V) + state_place
             gl.store(kept, state.to(pool.dtype.element_ty))
-    async_copy.wait_group(0)  # those of chunks that the row does not have
     if count > 0:
         o_tile.permute((1, 0)).store(warpgroup_mma_wait(0, [o]).to(DTYPE))
         _barrier()
         start = (count - 1) * CHUNK
         _send(o_tile, out, first - base - start, end - base - start, VH * V, CHUNK)
+    async_copy.wait_group(0)  # for those of chunks that the row does not have
