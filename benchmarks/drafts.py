@@ -41,7 +41,8 @@ from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.engine import Engine
 from deltaserve.runner.device import choose_device
 from deltaserve.runner.runner import Runner
-from deltaserve.scheduler.speculation import GPU_COST, Speculation, StepCost
+from deltaserve.scheduler.costs import GPU_COST, StepCost
+from deltaserve.scheduler.speculation import Speculation
 
 WARM_UP = 6
 """Steps after every change that do not count."""
@@ -54,6 +55,10 @@ class Chosen(Speculation):
     """As many drafts as a measurement says; None lets the scheduler choose."""
 
     number: int | None = None
+
+    @property
+    def keeps_up(self) -> bool:
+        return self.number is None and super().keeps_up
 
     def choose(self, num_rows: int) -> int:
         return super().choose(num_rows) if self.number is None else self.number

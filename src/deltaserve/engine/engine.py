@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from deltaserve.engine.validation import validate
 from deltaserve.engine.workers import Workers
 from deltaserve.model_config import ModelConfig
 from deltaserve.runner.blueprint import Blueprint
+from deltaserve.scheduler.costs import GPU_COST, StepCost
 from deltaserve.scheduler.scheduler import Scheduler
-from deltaserve.scheduler.speculation import GPU_COST, Speculation, StepCost
+from deltaserve.scheduler.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,16 @@ class EngineDeadError(RuntimeError):
 
     Every later call says so again. Whoever catches it owes all open requests an error; there is no going on.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step in flight."""
+
+    plan: Plan
+    pending: Pending
+    begin: float
+    """When it was about to be planned."""
 
 
 class Engine:
@@ -87,7 +99,9 @@ class Engine:
             seed=config.seed,
             speculation=speculation or Speculation(blueprint.num_guesses, cost),
         )
-        self._in_flight: tuple[Plan, Pending] | None = None
+        self._in_flight: Step | None = None
+        self._last_end = 0.0
+        """When the outcome of the last step was there."""
         self._unusable: Exception | None = None
         self._is_settled = True
         self._next_check = 0.0
@@ -125,10 +139,11 @@ class Engine:
             step = self._in_flight or self._launch()
             if step is None:
                 return []
-            plan, pending = step
             self._is_settled = False
-            self._in_flight = self._launch() if self._overlaps(pending) else None
-            outputs = self.scheduler.commit(plan, pending.result())
+            self._in_flight = self._launch() if self._overlaps(step.pending) else None
+            result = step.pending.result()
+            begin, self._last_end = max(step.begin, self._last_end), time.perf_counter()
+            outputs = self.scheduler.commit(step.plan, result, self._last_end - begin)
         except BaseException as error:
             # Ctrl-C in the middle of a step leaves the books as open as a failure does.
             self._die(error)
@@ -153,10 +168,11 @@ class Engine:
             self._in_flight = None
             self.workers.close()
 
-    def _launch(self) -> tuple[Plan, Pending] | None:
+    def _launch(self) -> Step | None:
         """The next step, begun; None: there is nothing to do, or nothing before the step in flight has ended."""
+        begin = time.perf_counter()
         plan = self.scheduler.plan()
-        return None if plan is None else (plan, self.workers.launch(plan))
+        return None if plan is None else Step(plan, self.workers.launch(plan), begin)
 
     def _overlaps(self, pending: Pending) -> bool:
         """Whether the next step is launched before this one's outcome is taken. An outcome that is there already, as

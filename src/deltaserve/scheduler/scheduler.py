@@ -4,10 +4,11 @@
     outputs = scheduler.commit(plan, result)     # what the step gave, request by request
 
 Knows tokens and ids; no tensor, no text and no clock: equal calls in equal order give equal plans. The order of arrival
-decides everything. Running requests are placed oldest first; where memory runs out the youngest goes back to wait and
-is computed anew later (its tokens so far become part of what it prefills), so the oldest always moves. Waiting requests
-take a seat in their order, when memory for all their tokens is in sight beyond what those who run still need. A request
-without a share of this step's tokens may be overtaken by a shorter one; one without memory is overtaken by nobody.
+decides everything but the number of drafts, which follows from what steps are told to have taken. Running requests are
+placed oldest first; where memory runs out the youngest goes back to wait and is computed anew later (its tokens so far
+become part of what it prefills), so the oldest always moves. Waiting requests take a seat in their order, when memory
+for all their tokens is in sight beyond what those who run still need. A request without a share of this step's tokens
+may be overtaken by a shorter one; one without memory is overtaken by nobody.
 
 A row of a step counts only if its request still holds the lease that the row was planned with: results of a request
 that was aborted or sent back to wait meanwhile are dropped, at any phase and without a flag.
@@ -102,6 +103,8 @@ class Scheduler:
         """The choice for the next plan, when it was asked for and that plan is not made yet."""
         self._drafts_in_use = False
         """By the last plan."""
+        self._last_kind: tuple[int, int, bool] | None = None
+        """Of the step that was committed last: rows, drafts of each, whether drafts were in use."""
         self._counters = Counters()
         self._admission = Admission(cache, self._lines, self._counters)
 
@@ -197,13 +200,17 @@ class Scheduler:
             drafts=self._drafts_in_use,
         )
 
-    def commit(self, plan: Plan, result: Result) -> list[Output]:
-        """Take a step's outcome: tokens, stop rules and memory, row by row. One output for each row that has news."""
+    def commit(self, plan: Plan, result: Result, seconds: float | None = None) -> list[Output]:
+        """Take a step's outcome: tokens, stop rules and memory, row by row. One output for each row that has news.
+
+        seconds: what the step took, from the outcome of the one before it or from its own beginning if that is later.
+        """
         assert plan.step in self._in_flight, f"step {plan.step} is not in flight"
         assert plan.step == next(iter(self._in_flight)), f"step {plan.step} is committed before those in front of it"
         planned = self._in_flight.pop(plan.step)
         assert result.step == plan.step, f"the result of step {result.step} is taken for that of {plan.step}"
         assert len(result.rows) == len(planned), f"{len(result.rows)} results for {len(planned)} rows"
+        self._time(plan, seconds)
         outputs = []
         for p, row_result in zip(planned, result.rows, strict=True):
             output = self._commit_row(p, row_result) if p.is_live else None
@@ -239,7 +246,7 @@ class Scheduler:
         if self._num_propose is None:
             num_rows = max(len(self._lines.extending), 1)
             self._num_propose = min(self._speculation.choose(num_rows), self._cache.max_keep - 1)
-            self._drafts_in_use = self._num_propose > 0
+            self._drafts_in_use = self._num_propose > 0 or self._speculation.keeps_up
         return self._num_propose
 
     def _has_room(self, sizes: dict[int, int]) -> bool:
@@ -336,6 +343,17 @@ class Scheduler:
             samples=samples,
         )
         return placement.fill(row)
+
+    def _time(self, plan: Plan, seconds: float | None) -> None:
+        """Tell what drafts cost, where the step and the one before it are alike: only rows that extend, which verify as
+        many drafts as they propose."""
+        most = max(row.num_drafts for row in plan.rows)
+        proposes = max(row.num_propose for row in plan.rows)
+        is_steady = plan.num_decode == len(plan.rows) and most == proposes
+        kind = (len(plan.rows), most, plan.drafts) if is_steady else None
+        if kind is not None and kind == self._last_kind and seconds is not None:
+            self._speculation.took(*kind, seconds)
+        self._last_kind = kind
 
     def _commit_row(self, planned: _Planned, result: RowResult) -> Output | None:
         sequence, row, counters = planned.sequence, planned.row, self._counters
