@@ -76,9 +76,9 @@ def prompts(lengths: Sequence[int]) -> Sequence[Callable[[], object]]:
 
 
 def prompt_part(lengths: Sequence[int], part: str, config: dict[str, Any]) -> Sequence[Callable[[], object]]:
-    """The convolution with its windows, the rule without it, or both."""
+    """The convolution with its windows, launched as `config` says, or the rule without it."""
     from deltaserve.ops.conv import triton_conv
-    from deltaserve.ops.gated_delta import triton_chunk, triton_prepare
+    from deltaserve.ops.gated_delta import triton_chunk
 
     layout = prompt_layout(lengths)
     segment = layout.segments[0]
@@ -87,15 +87,11 @@ def prompt_part(lengths: Sequence[int], part: str, config: dict[str, Any]) -> Se
         given = layer(layout, len(lengths), torch.float32)
         mixed, weight, pool = (given[name] for name in ("mixed_TC", "conv_weight_CW", "conv_pool_SWC"))
         rule = {name: given[name] for name in ("b_TV", "a_TV", "A_log_V", "dt_bias_V", "state_pool_SVKD", "layout")}
-        if part == "both":
-            calls.append(partial(triton_prepare.conv_chunk, mixed, weight, pool, **rule, segment=segment, **config))
-            continue
-        conv_config = config if part == "conv" else {}
-        conv = partial(triton_conv.conv, mixed, weight, pool, layout, segment, (K_HEADS, WIDTH, WIDTH), **conv_config)
+        conv = partial(triton_conv.conv, mixed, weight, pool, layout, segment, (K_HEADS, WIDTH, WIDTH), **config)
         if part == "conv":
             calls.append(conv)
         else:
-            calls.append(partial(triton_chunk.chunk, conv(), **rule, segment=segment, **config))
+            calls.append(partial(triton_chunk.chunk, conv(), **rule, segment=segment))
     return calls
 
 
@@ -121,19 +117,6 @@ def cases() -> list[Case]:
     for rows in (1, 32, 128):
         call = partial(steps, rows, 4, fp32, {})
         found.append(Case(f"gdn step fp32 B={rows} L=4", call, step_bytes(rows, 4, fp32)))
-    rules: dict[str, dict[str, Any]] = {
-        "": {},
-        " hopper": {"hopper": True},
-        " blocks of 2": {"prepare": {"SIZE": 2}},
-        " prepare w8": {"prepare": {"num_warps": 8, "maxnreg": None}},
-    }
-    whole: dict[str, dict[str, Any]] = {
-        "": {},
-        " hopper": {"hopper": True},
-        " inside hopper": {"inside": {}, "hopper": True},
-        " inside 168 registers hopper": {"inside": {"maxnreg": 168}, "hopper": True},
-        " inside w8 hopper": {"inside": {"num_warps": 8}, "hopper": True},
-    }
     prompt_lengths = {
         "1x1024": [1024],
         "1x8192": [8192],
@@ -149,10 +132,5 @@ def cases() -> list[Case]:
         call = partial(prompt_part, lengths, "conv", {"num_groups": 4})
         found.append(Case(f"gdn conv {name} groups=4", call, tokens * 4.0 * CHANNELS))
         rule_bytes = tokens * 2.0 * (CHANNELS + 2 * V_HEADS + VALUES)
-        for option, config in rules.items():
-            call = partial(prompt_part, lengths, "rule", config)
-            found.append(Case(f"gdn rule {name}{option}", call, rule_bytes, flops))
-        for option, config in whole.items():
-            call = partial(prompt_part, lengths, "both", config)
-            found.append(Case(f"gdn both {name}{option}", call, rule_bytes, flops))
+        found.append(Case(f"gdn rule {name}", partial(prompt_part, lengths, "rule", {}), rule_bytes, flops))
     return found

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-from deltaserve.ops.gated_delta import triton_prepare
 from deltaserve.ops.gated_delta.api import gated_delta_net
-from deltaserve.ops.gpu import properties
 from tests.ops.gated_delta_nets import Net, Rows, Shape, check, chunk_rows, relative, step_rows
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +15,6 @@ pytestmark = pytest.mark.gpu
 BIG = Shape(16, 2, 128, 128)
 SMALL = Shape(4, 2, 32, 32)
 F32, BF16 = torch.float32, torch.bfloat16
-CONV_CHUNK = triton_prepare.conv_chunk
 DTYPES = [(F32, F32), (BF16, F32), (BF16, BF16)]
 
 
@@ -58,45 +53,6 @@ def test_other_shapes(shape: Shape, dtype: torch.dtype) -> None:
 def test_chunks(tokens: int, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
     run_and_check(BIG, chunk_rows([tokens], [0]), dtype, state_dtype)
     run_and_check(BIG, chunk_rows([tokens, 3], [35, 0]), dtype, state_dtype)
-
-
-@pytest.mark.parametrize("state_dtype", [F32, BF16])
-@pytest.mark.parametrize(
-    ("lengths", "starts"),
-    [([1], [0]), ([64], [64]), ([1000, 3], [35, 0]), ([1, 63, 64, 65, 200, 300], [0, 1, 64, 70, 0, 127])],
-    ids=str,
-)
-def test_chunks_on_hopper_are_the_same(
-    lengths: list[int], starts: list[int], state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit: the same sums in the same order."""
-    if not properties(torch.device("cuda", 0)).is_hopper:
-        pytest.skip("a kernel for Hopper")
-    net = Net.random(BIG, chunk_rows(lengths, starts), BF16, state_dtype, "cuda")
-    found = []
-    for hopper in (False, True):
-        own = net.copy("cuda")
-        monkeypatch.setattr(triton_prepare, "conv_chunk", partial(CONV_CHUNK, hopper=hopper))
-        found.append((own.run(), own.state_memory))
-    for other, mine in zip(*found, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "blocks of 2": {"prepare": {"SIZE": 2}},
-    "inside": {"inside": {}},
-    "inside, 168 registers": {"inside": {"maxnreg": 168}},
-    "inside, 8 warps": {"inside": {"num_warps": 8}},
-    "inside, Hopper": {"inside": {}, "hopper": True},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_chunks_in_other_ways(dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_prepare, "conv_chunk", partial(CONV_CHUNK, **WAYS[way]))
-    run_and_check(BIG, chunk_rows([1, 63, 64, 65, 200, 300], [0, 1, 64, 70, 0, 127]), dtype, F32)
-    run_and_check(Shape(1, 4, 128, 128), chunk_rows([130, 2], [0, 63]), dtype, F32)
 
 
 def test_many_rows_of_chunks() -> None:

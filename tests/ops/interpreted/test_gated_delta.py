@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 
-from deltaserve.ops.gated_delta import api, triton_chunk, triton_hopper, triton_prepare, triton_step
+from deltaserve.ops.gated_delta import api, triton_chunk, triton_step
 from deltaserve.ops.linear.triton_fp8 import quantize_rows
 from tests.ops.gated_delta_nets import Net, Rows, Shape, check, chunk_rows, relative, step_rows
-from tests.ops.gluon_machine import load_kernels
 
 F32, BF16 = torch.float32, torch.bfloat16
-WAYS: dict[str, dict[str, Any]] = {"inside": {"inside": {}}, "blocks of 2": {"prepare": {"SIZE": 2}}}
-"""Of preparing chunks, that `conv_chunk` is to be asked for."""
 
 
 def run_and_check(shape: Shape, rows: Rows, dtype: torch.dtype = F32, state_dtype: torch.dtype = F32) -> None:
@@ -145,10 +139,15 @@ def test_chunks_of_equal_keys(decay: float, beta: float) -> None:
     check_equal_keys(decay, beta)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.fixture
+def blocks_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are prepared as on AMD's GPUs."""
+    monkeypatch.setattr(triton_chunk, "prepare_tile", lambda: {"SIZE": 2, "num_warps": 4})
+
+
+@pytest.mark.usefixtures("blocks_of_2")
 @pytest.mark.parametrize("decay", [-1000.0, -3.0, 20.0])
-def test_chunks_of_equal_keys_in_other_ways(decay: float, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_prepare, "conv_chunk", partial(triton_prepare.conv_chunk, **WAYS[way]))
+def test_chunks_of_equal_keys_from_blocks_of_2(decay: float) -> None:
     check_equal_keys(decay, 1000.0)
 
 
@@ -165,29 +164,11 @@ def check_equal_keys(decay: float, beta: float) -> None:
     check(net, out, before, 1e-4, 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("shape", "lengths", "starts"),
-    [(Shape(1, 1, 128, 64), [70], [0]), (Shape(1, 2, 64, 128), [1, 64, 200], [63, 5, 62])],
-    ids=str,
-)
-def test_chunks_as_on_hopper(
-    shape: Shape, lengths: list[int], starts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_a_cpu = load_kernels(triton_hopper.__file__, "pass_kernel")
-    monkeypatch.setattr(triton_hopper, "pass_kernel", on_a_cpu.pass_kernel)
-    monkeypatch.setattr(triton_chunk, "hopper_tile", lambda *_: {"STAGES": 3, "num_warps": 4})
-    monkeypatch.setattr(triton_prepare, "conv_chunk", partial(triton_prepare.conv_chunk, hopper=True))
-    run_and_check(shape, chunk_rows(lengths, starts))
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("blocks_of_2")
 @pytest.mark.parametrize(
     ("shape", "lengths", "starts"),
     [(Shape(1, 2), [1, 2, 3, 70, 130], [63, 62, 5, 190, 0]), (Shape(2, 1, 32, 16), [66, 3], [0, 7])],
     ids=str,
 )
-def test_other_ways_of_preparing_chunks(
-    shape: Shape, lengths: list[int], starts: list[int], way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_prepare, "conv_chunk", partial(triton_prepare.conv_chunk, **WAYS[way]))
+def test_chunks_from_blocks_of_2(shape: Shape, lengths: list[int], starts: list[int]) -> None:
     run_and_check(shape, chunk_rows(lengths, starts))

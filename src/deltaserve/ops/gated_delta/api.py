@@ -93,7 +93,8 @@ def _by_kernels(
 
     Only bf16 and fp16 are worth the chunks: rows of fp32 take the launch of a step, token by token.
     """
-    from deltaserve.ops.gated_delta import triton_prepare, triton_step
+    from deltaserve.ops.conv import triton_conv
+    from deltaserve.ops.gated_delta import triton_chunk, triton_step
     from deltaserve.ops.linear.triton_fp8 import new_quantized
     from deltaserve.ops.norm.triton_norm import gated_norm_rows_quantized
 
@@ -120,10 +121,9 @@ def _by_kernels(
                 *(eps, conv_pool_SWC, state_pool_SVKD, layout, segment, out_TVD, ready),
             )
             continue
-        o_TVD = triton_prepare.conv_chunk(
-            *(mixed_TC, conv_weight_CW, conv_pool_SWC, b_TV, a_TV, A_log_V, dt_bias_V),
-            *(state_pool_SVKD, layout, segment),
-        )
+        heads = (k_heads, k_dim, v_dim)
+        convolved_TC = triton_conv.conv(mixed_TC, conv_weight_CW, conv_pool_SWC, layout, segment, heads)
+        o_TVD = triton_chunk.chunk(convolved_TC, b_TV, a_TV, A_log_V, dt_bias_V, state_pool_SVKD, layout, segment)
         if quantizes:
             return gated_norm_rows_quantized(o_TVD, segment.cut(z_TVD), norm_weight_D, eps)
         o_TVD = gated_rms_norm(o_TVD, segment.cut(z_TVD), norm_weight_D, eps)

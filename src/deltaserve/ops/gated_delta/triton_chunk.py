@@ -258,25 +258,6 @@ def tile(k_dim: int, v_dim: int, device: torch.device) -> dict[str, Any]:
     }
 
 
-def hopper_tile(k_dim: int, v_dim: int, device: torch.device) -> dict[str, Any] | None:
-    """Of `triton_hopper.pass_kernel`; None where it cannot compute these widths."""
-    found = properties(device)
-    if not found.is_hopper or k_dim not in (64, 128) or v_dim % 64 or found.shared_bytes < 210 << 10:
-        return None
-    return {"STAGES": 3, "num_warps": 4}
-
-
-def pass_of(k_dim: int, v_dim: int, device: torch.device, config: dict[str, Any]) -> tuple[Any, int, dict[str, Any]]:
-    """The kernel that carries the state, slices of V, and what it is launched with: see `chunk`."""
-    config = dict(config)
-    if config.pop("hopper", False) and (found := hopper_tile(k_dim, v_dim, device)):
-        from deltaserve.ops.gated_delta import triton_hopper
-
-        return triton_hopper.pass_kernel, v_dim // 64, {**found, **config}
-    options = {**tile(k_dim, v_dim, device), "EXACT": device.type == "cpu", **config}
-    return pass_kernel, triton.cdiv(v_dim, options["BW"]), options
-
-
 def prepare_tile() -> dict[str, Any]:
     """Of `prepare_kernel`. Its products wait for each other, so that programs beside each other count: three fit a
     multiprocessor with 168 registers a thread, two without a limit. Blocks of 16 at once save NVIDIA's six products of
@@ -284,15 +265,6 @@ def prepare_tile() -> dict[str, Any]:
     return (
         {"SIZE": 2, "num_warps": 4} if torch.version.hip is not None else {"SIZE": 16, "num_warps": 4, "maxnreg": 168}
     )
-
-
-def room_for_chunks(
-    tokens: int, v_heads: int, k_dim: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For w [T, Hv, K], P [T, Hv, CHUNK] and the gates, float32 [Hv, T, 2]."""
-    w_TVK = torch.empty(tokens, v_heads, k_dim, dtype=dtype, device=device)
-    p_TVC = torch.empty(tokens, v_heads, CHUNK, dtype=dtype, device=device)
-    return w_TVK, p_TVC, torch.empty(v_heads, tokens, 2, dtype=torch.float32, device=device)
 
 
 def chunk(
@@ -304,20 +276,22 @@ def chunk(
     state_pool_SVKD: Tensor,
     layout: Layout,
     segment: Segment,
-    **config: Any,
 ) -> Tensor:
     """Outputs of the rule for one chunk segment, [tokens, Hv, V].
 
     mixed holds the segment's tokens only, contiguous: q and k of length 1, q scaled, and v, which is overwritten. b and
-    a hold the step's, and may be views with a row stride. `config` replaces entries of `tile`, under "prepare" those of
-    `prepare_tile`; "hopper" takes `triton_hopper.pass_kernel`.
+    a hold the step's, and may be views with a row stride.
     """
     v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
-    tokens, dtype, device = mixed_TC.shape[0], mixed_TC.dtype, mixed_TC.device
+    k_heads, tokens = (mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim), mixed_TC.shape[0]
+    dtype, device = mixed_TC.dtype, mixed_TC.device
     is_exact = device.type == "cpu"
     assert dtype in (torch.bfloat16, torch.float16) or is_exact, f"gated delta: chunks of {dtype}"
     table = layout.once(chunk_table, segment)
-    w_TVK, p_TVC, gates_VT2 = room_for_chunks(tokens, v_heads, k_dim, dtype, device)
+    w_TVK = torch.empty(tokens, v_heads, k_dim, dtype=dtype, device=device)
+    p_TVC = torch.empty(tokens, v_heads, CHUNK, dtype=dtype, device=device)
+    gates_VT2 = torch.empty(v_heads, tokens, 2, dtype=torch.float32, device=device)
+    shapes = {"KH": k_heads, "VH": v_heads, "K": k_dim, "V": v_dim, "CHUNK": CHUNK, "EXACT": is_exact}
     prepare_kernel[(v_heads, table.shape[0])](
         mixed_TC,
         segment.cut(b_TV),
@@ -331,37 +305,17 @@ def chunk(
         tokens,
         b_TV.stride(0),
         a_TV.stride(0),
-        KH=(mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim),
-        VH=v_heads,
-        K=k_dim,
-        V=v_dim,
-        CHUNK=CHUNK,
+        **shapes,
         BK=max(16, triton.next_power_of_2(k_dim)),
         BV=max(16, triton.next_power_of_2(v_dim)),
-        EXACT=is_exact,
         FAST=fast_way(mixed_TC),
         num_stages=1,
-        **{**prepare_tile(), **config.pop("prepare", {})},
+        **prepare_tile(),
     )
-    return carry(mixed_TC, w_TVK, p_TVC, gates_VT2, state_pool_SVKD, layout, segment, config)
-
-
-def carry(
-    mixed_TC: Tensor,
-    w_TVK: Tensor,
-    p_TVC: Tensor,
-    gates_VT2: Tensor,
-    state_pool_SVKD: Tensor,
-    layout: Layout,
-    segment: Segment,
-    config: dict[str, Any],
-) -> Tensor:
-    """Outputs [tokens, Hv, V] from what has been prepared: mixed holds q, k and u."""
-    v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
-    tokens, dtype, device = mixed_TC.shape[0], mixed_TC.dtype, mixed_TC.device
-    kernel, slices, options = pass_of(k_dim, v_dim, device, config)
     out_TVD = torch.empty(tokens, v_heads, v_dim, dtype=dtype, device=device)
-    kernel[(slices * v_heads, segment.row_end - segment.row_start)](
+    options = tile(k_dim, v_dim, device)
+    slices = triton.cdiv(v_dim, options["BW"])
+    pass_kernel[(slices * v_heads, segment.row_end - segment.row_start)](
         mixed_TC,
         w_TVK,
         p_TVC,
@@ -374,11 +328,7 @@ def carry(
         out_TVD,
         tokens,
         segment.row_start,
-        KH=(mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim),
-        VH=v_heads,
-        K=k_dim,
-        V=v_dim,
-        CHUNK=CHUNK,
+        **shapes,
         **options,
     )
     return out_TVD
