@@ -32,6 +32,7 @@ def test_much_work_is_for_all_threads() -> None:
         torch.set_num_threads(2)
         assert cpu.is_worth_threads(10 * cpu.THREAD_WORK)
         assert not cpu.is_worth_threads(cpu.THREAD_WORK)
+        assert not cpu.is_worth_threads(10 * cpu.THREAD_WORK, 3)
     finally:
         torch.set_num_threads(before)
 

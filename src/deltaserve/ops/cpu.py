@@ -41,9 +41,10 @@ def takes_tensors(*tensors: Tensor) -> bool:
     return is_available()
 
 
-def is_worth_threads(multiplications: int) -> bool:
-    """Whether torch's threads together are faster than one, which kernels run on."""
-    return multiplications > THREAD_WORK and torch.get_num_threads() > 1
+def is_worth_threads(multiplications: int, needed: int = 2) -> bool:
+    """Whether torch's threads together are faster than one, which kernels run on. `needed`: from how many on, because
+    torch does more than the kernel."""
+    return multiplications > THREAD_WORK and torch.get_num_threads() >= needed
 
 
 @lru_cache(maxsize=1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltaserve.ops.attention import api, cpu
+from deltaserve.ops.attention import api, cpu, numba_attention
 from tests.ops.attention_rows import EPS, GUARD, Rows, bits
 from tests.ops.guarded import guarded
 
@@ -156,6 +156,22 @@ def test_what_is_taken() -> None:
     assert not cpu.takes(rows.q, rows.gate, rows.k, rows.v, weights, rows.pool.transpose(1, 2))
     narrow = rows_of([3], [1], 1, width=42)
     assert not cpu.takes(narrow.q, narrow.gate, narrow.k, narrow.v, weights, narrow.pool)
+
+
+def test_many_threads_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = rows_of([70, 3, 9], [1, 1, 30], 2)
+    expected, _ = step.expected()
+    calls: list[tuple[int, int]] = []
+    keys = step.layout.block_table.shape[1] * 64
+
+    def is_worth_threads(work: int, needed: int) -> bool:
+        calls.append((work, needed))
+        return True
+
+    monkeypatch.setattr(cpu, "is_worth_threads", is_worth_threads)
+    monkeypatch.setattr(numba_attention, "step", lambda *_: pytest.fail("one thread computes"))
+    torch.testing.assert_close(run(step).double(), expected, rtol=1e-5, atol=1e-5)
+    assert calls == [(2 * 2 * keys * 4 * WIDTH, cpu.MANY_THREADS)]
 
 
 @pytest.mark.parametrize("width", [32, 42])

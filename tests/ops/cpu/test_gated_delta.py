@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deltaserve.ops import cpu as cpu_kernels
 from deltaserve.ops.gated_delta import api, cpu, numba_net
 from tests.ops.gated_delta_nets import Net, Rows, Shape, check, chunk_rows, step_rows
 from tests.ops.guarded import guarded
@@ -137,19 +138,32 @@ def test_bits_do_not_depend_on_mates_or_cuts(cut: int) -> None:
     assert torch.equal(alone.conv_pool[2], both.conv_pool[last])
 
 
-def test_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(shape: Shape, dtype: torch.dtype = F32, state_dtype: torch.dtype = F32) -> bool:
-        *parts, _, conv, state, _ = Net.random(shape, step_rows(2, 1), dtype, state_dtype).arguments().values()
-        return cpu.takes(tuple(parts), conv, state)
+def taken(shape: Shape, rows: Rows | None = None, dtype: torch.dtype = F32, state_dtype: torch.dtype = F32) -> bool:
+    net = Net.random(shape, step_rows(2, 1) if rows is None else rows, dtype, state_dtype)
+    *parts, _, conv, state, layout = net.arguments().values()
+    return cpu.takes(tuple(parts), conv, state, layout)
 
+
+def test_what_is_taken() -> None:
     assert taken(Shape())
     assert not taken(Shape(k_dim=12))
     assert not taken(Shape(v_dim=12))
-    assert not taken(Shape(), torch.bfloat16)
-    assert not taken(Shape(), F32, torch.bfloat16)
-    assert not taken(Shape(), F32, torch.float64)
-    monkeypatch.setattr(cpu, "is_worth_threads", lambda work: work == 2 * 2 * 16 * 16)
-    assert not taken(Shape()), "threads are faster"
+    assert not taken(Shape(), None, torch.bfloat16)
+    assert not taken(Shape(), None, F32, torch.bfloat16)
+    assert not taken(Shape(), None, F32, torch.float64)
+
+
+def test_how_many_threads_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are for products of large states, six for all else, if there is enough to do."""
+    large, small = Shape(k_dim=96, v_dim=96), Shape()
+    for threads, few in ((1, True), (2, True), (5, True), (6, False)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(cpu_kernels, "THREAD_WORK", 0)
+        assert taken(small) == taken(small, chunk_rows([3], [0])) == taken(large) == few
+        assert taken(large, chunk_rows([3], [0])) == (threads == 1)
+        monkeypatch.setattr(cpu_kernels, "THREAD_WORK", 3 * 2 * 96 * 96)
+        assert taken(large, chunk_rows([3], [0]))
+        assert taken(large, chunk_rows([4], [0])) == (threads == 1)
 
 
 @pytest.mark.parametrize("shape", [Shape(), Shape(k_dim=12)])

@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 
 from deltaserve.ops.attention import reference
-from deltaserve.ops.cpu import LANES, kernels, takes_tensors
-from deltaserve.ops.layout import Layout
+from deltaserve.ops.cpu import LANES, is_worth_threads, kernels, takes_tensors
+from deltaserve.ops.layout import BLOCK, Layout, Segment
 
 Weights = tuple[Tensor, Tensor, float, Tensor]
 """q_weight, k_weight, eps and cos_sin of `api.gated_attention`."""
+
+
+MANY_THREADS = 6
+"""That torch needs to be as fast for rows that extend: it copies the keys and values that it reads."""
 
 
 def takes(q_THD: Tensor, gate_TX: Tensor, k_TGD: Tensor, v_TGD: Tensor, weights: Weights, kv_pool: Tensor) -> bool:
@@ -37,14 +41,21 @@ def attend(
     layout: Layout,
     scale: float,
 ) -> Tensor:
-    """As `api.gated_attention`. Products of a prompt's many queries are left to torch."""
+    """As `api.gated_attention`. Products of a prompt's many queries are left to torch, and what is for many threads."""
     numba_attention = kernels("attention.numba_attention")
     q_THD = numba_attention.enter(q_THD, k_TGD, v_TGD, *weights, kv_pool, layout)
     out_TX = torch.empty(q_THD.shape[0], gate_TX.shape[1])
     for segment in layout.segments:
-        if segment.is_step:
+        if segment.is_step and not _is_worth_threads(q_THD, layout, segment):
             numba_attention.step(q_THD, gate_TX, out_TX, kv_pool, layout, segment, scale)
         else:
-            o_TX = reference.chunk(q_THD, kv_pool, layout, segment, scale).flatten(1)
+            look_back = reference.step if segment.is_step else reference.chunk
+            o_TX = look_back(q_THD, kv_pool, layout, segment, scale).flatten(1)
             torch.mul(o_TX, segment.cut(gate_TX).sigmoid(), out=segment.cut(out_TX))
     return out_TX
+
+
+def _is_worth_threads(q_THD: Tensor, layout: Layout, segment: Segment) -> bool:
+    keys, (_, heads, width) = layout.block_table.shape[1] * BLOCK, q_THD.shape
+    tokens = segment.token_end - segment.token_start
+    return is_worth_threads(2 * tokens * keys * heads * width, MANY_THREADS)

@@ -62,7 +62,7 @@ def gated_delta_net(
             *(eps, conv_pool_SWC, state_pool_SVKD, layout, quantizes),
         )
     parts = (mixed_TC, z_TX, b_TV, a_TV, conv_weight_CW, A_log_V, dt_bias_V, norm_weight_D)
-    if cpu.takes(parts, conv_pool_SWC, state_pool_SVKD):
+    if cpu.takes(parts, conv_pool_SWC, state_pool_SVKD, layout):
         return cpu.net(parts, eps, conv_pool_SWC, state_pool_SVKD, layout), None
     keys = (mixed_TC.shape[1] - v_heads * v_dim) // 2
     mixed_TC = causal_conv(mixed_TC, conv_weight_CW, conv_pool_SWC, layout)
