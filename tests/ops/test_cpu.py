@@ -37,6 +37,17 @@ def test_much_work_is_for_all_threads() -> None:
         torch.set_num_threads(before)
 
 
+def test_memory_is_float32_whatever_torchs_default_is() -> None:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            made = cpu.floats(2, 3)
+    finally:
+        torch.set_default_dtype(before)
+    assert (made.dtype, made.device.type, made.shape) == (torch.float32, "cpu", (2, 3))
+
+
 def test_preparing_loads_all_kernels(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         cpu.prepare()
@@ -45,14 +56,17 @@ def test_preparing_loads_all_kernels(caplog: pytest.LogCaptureFixture) -> None:
         assert cpu.kernels(module) is sys.modules[f"deltaserve.ops.{module}"]
 
 
-@pytest.mark.parametrize("missing", ["numba", "llvmlite", "numba.core.caching"])
+@pytest.mark.parametrize("missing", ["numba", "llvmlite", "numba.core.caching", "the compiler"])
 def test_without_numba_torch_computes(
     missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Or with one that lacks what kernels are compiled and kept by."""
+    """Or with one that lacks what kernels are compiled and kept by, or may not compile."""
     for module in [name for name in sys.modules if name.startswith(("deltaserve.ops.numba_", missing))]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, missing, None)
+    if missing == "the compiler":
+        monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    else:
+        monkeypatch.setitem(sys.modules, missing, None)
     cpu.is_available.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 LANES = 8
 """Numbers that kernels compute at once: the widths that they know are multiples of it."""
 THREAD_WORK = 1 << 22
@@ -29,6 +30,11 @@ MODULES = (
     "moe.numba_moe",
     "sampling.numba_greedy",
 )
+
+
+def floats(*shape: int) -> Tensor:
+    """A float32 tensor not yet filled, whatever the caller's process has made torch's default."""
+    return torch.empty(shape, dtype=torch.float32, device=CPU)
 
 
 def takes_tensors(*tensors: Tensor) -> bool:

@@ -15,6 +15,9 @@ from pathlib import Path
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, InTreeCacheLocator, UserWideCacheLocator
 
+if numba.config.DISABLE_JIT:
+    raise ImportError("numba's compiler is switched off (NUMBA_DISABLE_JIT)")
+
 logger = logging.getLogger(__name__)
 
 SOURCES = ("cpu.py", "**/numba_*.py")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deltaserve.ops.attention import reference
-from deltaserve.ops.cpu import LANES, is_worth_threads, kernels, takes_tensors
+from deltaserve.ops.cpu import LANES, floats, is_worth_threads, kernels, takes_tensors
 from deltaserve.ops.layout import BLOCK, Layout, Segment
 
 Weights = tuple[Tensor, Tensor, float, Tensor]
@@ -44,7 +44,7 @@ def attend(
     """As `api.gated_attention`. Products of a prompt's many queries are left to torch, and what is for many threads."""
     numba_attention = kernels("attention.numba_attention")
     q_THD = numba_attention.enter(q_THD, k_TGD, v_TGD, *weights, kv_pool, layout)
-    out_TX = torch.empty(q_THD.shape[0], gate_TX.shape[1])
+    out_TX = floats(q_THD.shape[0], gate_TX.shape[1])
     for segment in layout.segments:
         if segment.is_step and not _is_worth_threads(q_THD, layout, segment):
             numba_attention.step(q_THD, gate_TX, out_TX, kv_pool, layout, segment, scale)

@@ -7,9 +7,9 @@ Shape letters as in api.py.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from deltaserve.ops.cpu import floats
 from deltaserve.ops.layout import BLOCK, Layout, Segment, plain
 from deltaserve.ops.norm.numba_norm import inverse_root, scaled
 from deltaserve.ops.numba_kernel import device, kernel
@@ -190,7 +190,7 @@ def enter(
     As in `api.gated_attention`, all in float32; heads of a token without gaps.
     """
     layout, (tokens, heads, width) = layout.once(plain), q_THD.shape
-    out_THD = torch.empty(tokens, heads, width)
+    out_THD = floats(tokens, heads, width)
     _enter(
         *(q_THD.data_ptr(), 4 * q_THD.stride(0), k_TGD.data_ptr(), 4 * k_TGD.stride(0)),
         *(v_TGD.data_ptr(), 4 * v_TGD.stride(0), q_weight_D.data_ptr(), k_weight_D.data_ptr()),
@@ -213,7 +213,7 @@ def step(
     """Writes the segment's tokens of `out`: what they see, gated. All in float32; q, out and the pool without gaps."""
     layout, (heads, width) = layout.once(plain), q_THD.shape[1:]
     rows, table, first = segment.row_end - segment.row_start, layout.block_table, layout.first_key
-    scores_HN = torch.empty(heads, table.shape[1] * BLOCK)
+    scores_HN = floats(heads, table.shape[1] * BLOCK)
     _step(
         *(_at(q_THD, segment.token_start), _at(gate_TX, segment.token_start), 4 * gate_TX.stride(0)),
         *(_at(out_TX, segment.token_start), kv_pool.data_ptr(), 4 * kv_pool.stride(0)),

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from deltaserve.ops.cpu import floats
 from deltaserve.ops.layout import Layout, Segment, plain
 from deltaserve.ops.norm.numba_norm import inverse_root
 from deltaserve.ops.numba_kernel import device, kernel
@@ -204,9 +204,11 @@ def net(
     v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
     (tokens, channels), taps = mixed_TC.shape, conv_weight_CW.shape[1]
     k_heads = (channels - v_heads * v_dim) // (2 * k_dim)
-    out_TVD, work_TC = torch.empty(tokens, v_heads, v_dim), torch.empty(tokens, channels)
-    gates_TV2, spare_KD = torch.empty(tokens, v_heads, 2), torch.empty(k_dim, v_dim)
-    window_WC = torch.empty(taps - 1, channels)
+    out_TVD = floats(tokens, v_heads, v_dim)
+    # Of the convolved tokens, their gates, a state and a window.
+    sizes = (tokens * channels, tokens * v_heads * 2, k_dim * v_dim, (taps - 1) * channels)
+    space = floats(sum(sizes))
+    work, gates, spare, window = (space.data_ptr() + 4 * sum(sizes[:part]) for part in range(4))
     layout = layout.once(plain)
     for segment in layout.segments:
         first = segment.token_start
@@ -216,7 +218,7 @@ def net(
             *(conv_weight_CW.data_ptr(), A_log_V.data_ptr(), dt_bias_V.data_ptr(), norm_weight_D.data_ptr()),
             *(conv_pool_SWC.data_ptr(), state_pool_SVKD.data_ptr()),
             *_slots(layout, segment),
-            *(work_TC.data_ptr(), gates_TV2.data_ptr(), spare_KD.data_ptr(), window_WC.data_ptr(), _at(out_TVD, first)),
+            *(work, gates, spare, window, _at(out_TVD, first)),
             *(segment.row_end - segment.row_start, taps, k_heads, v_heads, k_dim, v_dim, 4 * channels, eps),
         )
     return out_TVD

@@ -5,9 +5,9 @@ Shape letters as in api.py.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from deltaserve.ops.cpu import floats
 from deltaserve.ops.linear.numba_products import products
 from deltaserve.ops.norm.numba_norm import add_norm_rows
 from deltaserve.ops.numba_kernel import device, kernel
@@ -42,7 +42,7 @@ def _norm_linear(
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     """As `api.linear`; rows of x without gaps, the weight [I, O] in memory."""
     (rows, width), num_out = x_TI.shape, weight_OI.shape[0]
-    y_TO = torch.empty(rows, num_out)
+    y_TO = floats(rows, num_out)
     _linear(x_TI.data_ptr(), 4 * x_TI.stride(0), weight_OI.data_ptr(), y_TO.data_ptr(), rows, width, num_out)
     return y_TO
 
@@ -57,11 +57,11 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """As `api.norm_linear`; rows without gaps, weights [I, O] in memory."""
     (rows, width), num_out = x_TI.shape, weight_OI.shape[0]
-    norm_TI, total_TI, y_TO = torch.empty(rows, width), torch.empty(rows, width), torch.empty(rows, num_out)
+    norm_TI, total_TI, y_TO = floats(rows, width), floats(rows, width), floats(rows, num_out)
     beside, z, num_beside, y_TP = 0, 0, 0, None
     if beside_PI is not None:
         num_beside = beside_PI.shape[0]
-        y_TP = torch.empty(rows, num_beside)
+        y_TP = floats(rows, num_beside)
         beside, z = beside_PI.data_ptr(), y_TP.data_ptr()
     _norm_linear(
         *(x_TI.data_ptr(), 4 * x_TI.stride(0), residual_TI.data_ptr(), 4 * residual_TI.stride(0)),

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltaserve.ops.cpu import CPU, floats
 from deltaserve.ops.linear.numba_products import products
 from deltaserve.ops.numba_kernel import device, kernel
 from deltaserve.ops.numba_lanes import (
@@ -138,9 +139,9 @@ def sparse_moe(
     (tokens, width), (num_experts, _, inner) = x_TD.shape, w2_EDI.shape
     (shared13, shared2), pairs = shared, tokens * top_k
     shared_inner = shared2.shape[1]
-    out_TD, integers = torch.empty(tokens, width), torch.empty(2 * pairs + num_experts, dtype=torch.int64)
-    floats = torch.empty(pairs + 2 * GROUP * max(inner, shared_inner))
-    ids, weights = integers.data_ptr(), floats.data_ptr()
+    out_TD, integers = floats(tokens, width), torch.empty(2 * pairs + num_experts, dtype=torch.int64, device=CPU)
+    numbers = floats(pairs + 2 * GROUP * max(inner, shared_inner))
+    ids, weights = integers.data_ptr(), numbers.data_ptr()
     _moe(
         *(x_TD.data_ptr(), 4 * x_TD.stride(0), scores_TF.data_ptr(), 4 * scores_TF.stride(0)),
         *(w13_E2ID.data_ptr(), w2_EDI.data_ptr(), shared13.data_ptr(), shared2.data_ptr()),

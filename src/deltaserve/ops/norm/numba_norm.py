@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from deltaserve.ops.cpu import floats
 from deltaserve.ops.numba_kernel import device, kernel
 from deltaserve.ops.numba_lanes import BYTES, add, add_product, load, multiply, splat, store, total
 
@@ -56,14 +56,14 @@ def _norm(x, weight, y, rows, width, eps):
 
 def norm(x_D: Tensor, weight_plus_one_D: Tensor, eps: float) -> Tensor:
     """As `api.gemma_rms_norm`; x without gaps."""
-    y_D, width = torch.empty(x_D.shape), x_D.shape[-1]
+    y_D, width = floats(*x_D.shape), x_D.shape[-1]
     _norm(x_D.data_ptr(), weight_plus_one_D.data_ptr(), y_D.data_ptr(), x_D.numel() // width, width, eps)
     return y_D
 
 
 def add_norm(x_D: Tensor, residual_D: Tensor, weight_plus_one_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As `api.add_gemma_rms_norm`; x and residual without gaps."""
-    norm_D, total_D, width = torch.empty(x_D.shape), torch.empty(x_D.shape), x_D.shape[-1]
+    norm_D, total_D, width = floats(*x_D.shape), floats(*x_D.shape), x_D.shape[-1]
     _add_norm(
         *(x_D.data_ptr(), 4 * width, residual_D.data_ptr(), 4 * width, weight_plus_one_D.data_ptr()),
         *(norm_D.data_ptr(), total_D.data_ptr(), x_D.numel() // width, width, eps),

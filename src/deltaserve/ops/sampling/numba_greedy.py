@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltaserve.ops.cpu import CPU
 from deltaserve.ops.numba_kernel import kernel
 from deltaserve.ops.numba_lanes import (
     BYTES,
@@ -46,6 +47,6 @@ def _greedy(logits, stride, tokens, finite, rows, vocab):
 def greedy_checked(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """As `api.greedy_checked`; float32, without gaps."""
     rows, vocab = logits_RV.shape
-    token_R, finite_R = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
+    token_R, finite_R = (torch.empty(rows, dtype=torch.int64, device=CPU) for _ in range(2))
     _greedy(logits_RV.data_ptr(), 4 * vocab, token_R.data_ptr(), finite_R.data_ptr(), rows, vocab)
     return token_R, finite_R.bool()
