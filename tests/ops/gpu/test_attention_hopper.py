@@ -17,7 +17,7 @@ from tests.ops.attention_rows import Rows
 pytestmark = pytest.mark.gpu
 LARGE = ((16, 2), 256)
 PLAIN = ChunkConfig(128, 64, 8, 2)
-CONFIGS = [HopperConfig(), HopperConfig(slack=8), HopperConfig(key_stages=3, slack=8, held=128)]
+CONFIGS = [HopperConfig(), HopperConfig(slack=8, held=64), HopperConfig(key_stages=3, slack=8, held=128)]
 
 
 @pytest.fixture(autouse=True)

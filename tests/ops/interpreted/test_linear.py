@@ -91,7 +91,7 @@ def test_a_norm_that_quantises(width: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("tokens", "addends"), [(1, 0), (3, 2), (5, 0), (70, 0)])
 def test_products_with_what_a_norm_has_quantised(tokens: int, addends: int, dtype: torch.dtype) -> None:
-    """They are those with what they would quantise themselves, bit for bit."""
+    """They are those with what is quantised alone, bit for bit."""
     width = 200
     x = torch.randn(*((tokens, addends, width) if addends else (tokens, width))).to(dtype)
     residual, gain, beside = torch.randn(tokens, width).to(dtype), torch.rand(width), torch.randn(9, width).to(dtype)
@@ -101,10 +101,11 @@ def test_products_with_what_a_norm_has_quantised(tokens: int, addends: int, dtyp
         plain, none, same, _, also_ready = gpu.norm_linear(x, residual, gain, 1e-6, beside, None, None, tokens > 1)
     assert ready is not None
     assert torch.equal(total, add_up(x, dtype) + residual if addends else x + residual)
-    for found, expected in zip(ready, quantize_rows(norm), strict=True):
+    own = quantize_rows(norm)
+    for found, expected in zip(ready, own, strict=True):
         assert found.stride() == expected.stride()
         assert torch.equal(found.float(), expected.float())
-    assert torch.equal(output, gpu.linear(norm, weight, scale, dtype))
+    assert torch.equal(output, gpu.linear(norm, weight, scale, dtype, own))
     assert other is not None
     assert torch.equal(other, gpu.linear(norm, beside, None, dtype))
     assert none is None
