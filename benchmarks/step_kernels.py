@@ -69,12 +69,14 @@ def main(words: Sequence[str]) -> int:
     print(where, watch.rates)
     watch.seconds(1, 64, 8)
     rows, lengths = ([int(part) for part in text.split(",") if part] for text in (asked.rows, asked.lengths))
-    write([watch.decode(count) for count in rows], "decode", where, asked.json)
-    write([watch.prefill(length) for length in lengths], "prefill", where, asked.json)
+    for length in lengths:
+        write([watch.prefill(length)], "prefill", where, asked.json)
+    for count in rows:
+        write([watch.decode(count)], "decode", where, asked.json)
     if not asked.no_profile:
         for count in rows:
             print(f"decode, {count} rows (8 prompt tokens)")
-            print(table(kernels_of(watch, count, 8, 24)))
+            print(table(kernels_of(watch, count, 8, 24)), flush=True)
         for length in lengths:
             print(f"prefill, {length} tokens")
             print(table(kernels_of(watch, 1, length, 1)))
