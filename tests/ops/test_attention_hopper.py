@@ -87,6 +87,16 @@ def test_first_keys_anywhere(kernels: ModuleType, config: dict[str, int]) -> Non
     assert torch.equal(out[0], torch.zeros_like(out[0]))
 
 
+@pytest.mark.parametrize("tokens", [64, 65, 300])
+def test_long_rows_of_padding(kernels: ModuleType, tokens: int) -> None:
+    """As a graph of one prompt has them before it is used: no key is there for many queries."""
+    rows = rows_of([0, 0, 40], [tokens, tokens + 1, 20], padding=(0, 1))
+    expected, _ = rows.expected()
+    out, own = run(kernels, rows, {}), slice(2 * tokens + 1, None)
+    torch.testing.assert_close(out[own].double(), expected[own], rtol=4e-3, atol=4e-3)
+    assert torch.equal(out[: 2 * tokens + 1], torch.zeros_like(out[: 2 * tokens + 1]))
+
+
 def test_padding_rows_and_no_gate(kernels: ModuleType) -> None:
     rows = rows_of([0, 40, 0, 80], [3, 20, 1, 30], padding=(0, 2))
     rows.gate[:3] = torch.nan

@@ -119,6 +119,16 @@ def test_padding_rows_and_a_row_of_nan() -> None:
     assert bool(out[89:].isnan().all())
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+def test_long_rows_of_padding(config: HopperConfig) -> None:
+    """As a graph of one prompt has them before it is used."""
+    rows = rows_of([0, 0, 40], [1024, 1025, 20], padding=(0, 1))
+    expected, _ = rows.expected()
+    out = rows.run(chunk=partial(chunk, config=config))
+    assert error(out[2049:], expected[2049:]) <= 1e-2
+    assert torch.equal(out[:2049], torch.zeros_like(out[:2049]))
+
+
 def test_without_a_gate_and_twice_the_same() -> None:
     rows = rows_of([70, 3], [300, 20])
     gated, plain = (rows.run(gate, partial(chunk, config=HopperConfig())).float() for gate in (True, False))

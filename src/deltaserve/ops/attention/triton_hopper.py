@@ -362,7 +362,7 @@ def hopper_kernel(
     # Blocks `last` down to first_key // KEYS; turns before `num_late` and from `num_full` on are masked. There is a
     # turn where no key is seen, too: a padding row has no block, and takes any.
     start = context - length + first
-    last = (gl.minimum(start + TILE, context) - 1) // KEYS
+    last = gl.maximum(gl.minimum(start + TILE, context) - 1, 0) // KEYS
     num_blocks = gl.where(first < length, last + 1, 1)
     first_key = gl.to_tensor(0)
     if HAS_FIRST_KEY:
