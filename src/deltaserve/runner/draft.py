@@ -97,7 +97,7 @@ class LookAhead:
         if self._fits_graph(batch, entries) and sampled is not None and self.graphs is not None:
             rows = batch.graph_rows or 0
             self.graphs.enter(rows, entries.first, sampled)
-            self._draw_recorded(numbers.seats, int(wanted.max()), rows)
+            self._draw_recorded(numbers.seats.tolist(), int(wanted.max()), rows)
         else:
             self._propose_any(batch, hidden_TD, sampled, entries, wanted)
 
@@ -161,15 +161,15 @@ class LookAhead:
             (entries.starts == numbers.starts + 1).all() and (entries.ends == numbers.ends + 1).all()
         )
 
-    def _draw_recorded(self, seats: Ints, number: int, rows: int) -> None:
+    def _draw_recorded(self, seats: list[int], number: int, rows: int) -> None:
         """All rows get as many drafts; some may be of no use."""
         assert self.graphs is not None, "no graphs are recorded"
         graphs, count = self.graphs, len(seats)
-        [seat_B] = to_device(self.inputs.device, seats)
+        seat_B = graphs.seat[:count]
         for place in range(number):
             if place:
                 graphs.chain(rows)
-            draft_B = self._draw(graphs.hidden[:count], seats.tolist(), graphs.place[:count] + 1)
+            draft_B = self._draw(graphs.hidden[:count], seats, graphs.place[:count] + 1)
             graphs.draft[:count].copy_(draft_B)
             self.inputs.recent[:, 1 + place].index_copy_(0, seat_B, draft_B)
 

@@ -78,6 +78,11 @@ class DraftGraphs:
                 self._enter[rows, length] = recorded(partial(self._run_enter, rows, length), steps)
             self._chain[rows] = recorded(partial(self._run_chain, rows), steps)
 
+    @property
+    def seat(self) -> Tensor:
+        """[B] int64: of each row of the last step."""
+        return self._steps.columns.seat
+
     def enter(self, rows: int, first_key: Ints, sampled: Sampled) -> None:
         """Behind the graph of so many rows: the entries of the tokens that were drawn."""
         count, length = sampled.token_ids.shape

@@ -206,7 +206,7 @@ class Inputs:
 
     def build(self, numbers: Numbers) -> Batch:
         sampling, num_guesses = numbers.sampling, numbers.num_guesses
-        last = _tails(numbers.row_starts[1:][sampling], 1 + num_guesses[sampling])
+        last = tails(numbers.row_starts[1:][sampling], 1 + num_guesses[sampling])
         place, recent = self._recent(numbers)
         token_ids, layout, last_R, place_F, recent_F = lay_out(
             self.device,
@@ -248,18 +248,11 @@ class Inputs:
             return place, source
         return place[column > 0], source[column > 0]
 
-    def remember(self, seats: Ints, token_ids_NJ: Tensor, num_tokens_N: Tensor) -> None:
+    def remember(self, seat_N: Tensor, token_ids_NJ: Tensor, num_tokens_N: Tensor) -> None:
         """What the seats' rows have given, for the next step."""
-        [seat_N] = to_device(self.device, seats)
         newest_N = token_ids_NJ.gather(1, num_tokens_N[:, None] - 1).squeeze(1)
         self.recent[:, 0].index_copy_(0, seat_N, newest_N)
         self.gained.index_copy_(0, seat_N, num_tokens_N - 1)
-
-    def guesses(self, seats: Ints, counts: Ints) -> Tensor:
-        """[sum(counts)] int64: the first `counts` guesses of each seat."""
-        column = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
-        [source] = to_device(self.device, np.repeat(seats * self.recent.shape[1] + 1, counts) + column)
-        return self.recent.view(-1).index_select(0, source)
 
     def carry_hidden(self, batch: Batch, hidden_TD: Tensor) -> Tensor | None:
         """Where the model has an MTP layer: the hidden state before each row's first token [B, D], and those after the
@@ -361,7 +354,7 @@ def kv_places(block_T: Tensor, position_T: Tensor) -> Tensor:
     return torch.where(block_T >= 0, block_T.long() * BLOCK + position_T % BLOCK, -1)
 
 
-def _tails(ends: Ints, lengths: Ints) -> Ints:
+def tails(ends: Ints, lengths: Ints) -> Ints:
     """The last `lengths[i]` numbers before each of `ends`."""
     starts = lengths.cumsum() - lengths
     return np.arange(int(lengths.sum())) + np.repeat(ends - lengths - starts, lengths)

@@ -16,7 +16,7 @@ from deltaserve.core.request import TokenLogprobs
 from deltaserve.runner.draft import Guesser, LookAhead
 from deltaserve.runner.draft_graphs import DraftGraphs
 from deltaserve.runner.graphs import StepGraphs
-from deltaserve.runner.inputs import Batch, Inputs, Numbers, Seats
+from deltaserve.runner.inputs import Batch, Inputs, Numbers, Seats, tails
 from deltaserve.runner.memory import MemoryPlan, Pools
 from deltaserve.runner.model import Model
 from deltaserve.runner.sampling import Drafts, NonFiniteLogitsError, Sampled, Sampler
@@ -167,7 +167,9 @@ class Runner:
             return None
         seats, firsts = self._firsts(numbers)
         counts = numbers.num_guesses[numbers.sampling]
-        guesses = Drafts(tuple(counts.tolist()), self.inputs.guesses(seats, counts)) if counts.any() else None
+        drafts = tails(numbers.row_starts[1:][numbers.sampling], counts)
+        seat_N, draft_K = to_device(hidden_TD.device, seats, drafts)
+        guesses = Drafts(tuple(counts.tolist()), batch.token_ids.index_select(0, draft_K)) if len(drafts) else None
         last_ND = hidden_TD if batch.last is None else hidden_TD[batch.last]
         positions: list[int] | Tensor = firsts.tolist()
         if batch.later is not None:
@@ -175,7 +177,7 @@ class Runner:
             positions = first_N + batch.later.index_select(0, row_N)
         sampled = self.sampler.sample(self.model.logits(last_ND), seats.tolist(), positions, guesses)
         if self.inputs.runs_ahead:
-            self.inputs.remember(seats, sampled.token_ids, sampled.num_tokens)
+            self.inputs.remember(seat_N, sampled.token_ids, sampled.num_tokens)
         return sampled
 
     @staticmethod

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -152,7 +154,8 @@ class _Rows:
     def positions(self) -> list[int] | Tensor:
         """Of every row."""
         if isinstance(self._positions, Tensor):
-            return self._positions[self.index(self.request)] + self.index(self.offset)
+            request_R, offset_R = _places(self._drafts.counts, self._device)
+            return self._positions.index_select(0, request_R) + offset_R
         return [self._positions[b] + j for b, j in zip(self.request, self.offset, strict=True)]
 
     def early(self, rows: Sequence[int]) -> list[int]:
@@ -178,15 +181,11 @@ class _Rows:
         longest = max(self._drafts.counts)
         if longest == 0:  # what the lines below come to then, for much less on a CPU
             return token_R[:, None], torch.ones_like(token_R), ok_R
-        spans = list(enumerate(zip(self.start, self._drafts.counts, strict=True)))
-        row_BJ = self.index([[start + min(j, k) for j in range(longest + 1)] for _, (start, k) in spans])
-        draft_BK = self.index([[start - b + j if j < k else -1 for j in range(longest)] for b, (start, k) in spans])
-        # The last one, number -1, stands for "no draft" and equals no token.
-        drafts = torch.cat([self._drafts.token_ids, self.index([-1])])
+        row_BJ, draft_BK, is_draft_BK, place_J = _chains(self._drafts.counts, self._device)
         token_BJ = token_R[row_BJ]
-        num_B = (token_BJ[:, :longest] == drafts[draft_BK]).long().cumprod(1).sum(1) + 1
-        behind_BJ = torch.arange(longest + 1, device=self._device) >= num_B[:, None]
-        return token_BJ, num_B, (ok_R[row_BJ] | behind_BJ).all(1)
+        is_right_BK = (token_BJ[:, :longest] == self._drafts.token_ids[draft_BK]) & is_draft_BK
+        num_B = is_right_BK.long().cumprod(1).sum(1) + 1
+        return token_BJ, num_B, (ok_R[row_BJ] | (place_J >= num_B[:, None])).all(1)
 
 
 class Sampler:
@@ -350,6 +349,29 @@ class Sampler:
 
     def _tensor(self, numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
         return send(torch.tensor(numbers, dtype=dtype), self._device)
+
+
+@lru_cache(maxsize=64)
+def _places(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each row of requests with so many drafts: its request, and which of its rows it is."""
+    request = [b for b, count in enumerate(counts) for _ in range(count + 1)]
+    offset = [j for count in counts for j in range(count + 1)]
+    return send(torch.tensor(request), device), send(torch.tensor(offset), device)
+
+
+@lru_cache(maxsize=64)
+def _chains(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of requests with so many drafts, K at most: their rows [B, K + 1], the last one again where there are fewer; the
+    numbers of their drafts [B, K], and which of these there are; 0 to K. Batches are alike for long, so few are made.
+    """
+    longest, starts = max(counts), [0, *accumulate(count + 1 for count in counts)]
+    places = torch.arange(longest + 1)
+    count_B1 = torch.tensor(counts)[:, None]
+    start_B1 = torch.tensor(starts[:-1])[:, None]
+    row_BJ = start_B1 + places.minimum(count_B1)
+    is_draft_BK = places[:-1] < count_B1
+    draft_BK = torch.where(is_draft_BK, start_B1 - torch.arange(len(counts))[:, None] + places[:-1], 0)
+    return send(row_BJ, device), send(draft_BK, device), send(is_draft_BK, device), send(places, device)
 
 
 def _draw(target_DV: Tensor, seats: Sequence[Seat], params: RowParams) -> Tensor:
