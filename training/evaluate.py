@@ -84,7 +84,7 @@ def run_by_engine(
     stop = tokenizer.encode("<|im_end|><|endoftext|>").ids
     prompts = [e.ids for e in tokenizer.encode_batch([i.prompt for i in chosen], add_special_tokens=False)]
     params = [
-        SamplingParams(temperature=temperature, seed=n, max_tokens=limit(item.family), stop_token_ids=stop)
+        SamplingParams(temperature=temperature, seed=n, max_tokens=limit(item.family), stop_token_ids=tuple(stop))
         for n, item in enumerate(chosen)
     ]
     name = str(dtype).removeprefix("torch.")

@@ -11,8 +11,8 @@ import torch
 
 from deltaserve.core.plan import Plan, Row, Seating
 from deltaserve.core.request import SamplingParams
-from deltaserve.ops.layout import BLOCK
-from deltaserve.runner.inputs import Batch, Inputs, Numbers, Seats
+from deltaserve.ops.layout import BLOCK, Layout
+from deltaserve.runner.inputs import Batch, Inputs, Numbers, Seats, start_later
 from deltaserve.runner.memory import Pools
 from deltaserve.runner.staging import Ints, _pack, _unpack
 
@@ -115,6 +115,15 @@ def test_random_steps_against_loops() -> None:
         ends = np.cumsum([r.num_tokens for r in rows])
         wanted = [int(end) - 1 for r, end in zip(rows, ends, strict=True) if r.samples]
         assert wanted == (list(range(int(ends[-1]))) if batch.last is None else batch.last.tolist())
+
+
+def test_what_starts_later_than_the_context_ends_is_kept_nowhere() -> None:
+    """The last entry for drafts of a row whose start was open: 126 and 127 become 127 and 128, of 128."""
+    layout = Layout.from_rows([2, 1], num_step=0, starts=[126, 3], blocks=[[4, 5], [6]])
+    late = start_later(layout, np.array([2, 1]), torch.tensor([1, 0]), 128)
+    assert late.position.tolist() == [127, 127, 3]
+    assert late.kv_index.tolist() == [5 * BLOCK + 63, -1, 6 * BLOCK + 3]
+    assert late.context_len.tolist() == [128, 4]
 
 
 def test_new_tenant_inherits_nothing() -> None:

@@ -245,7 +245,7 @@ class LookAhead:
             first_key_B=entries.first[rows],
         )
         if batch.later is not None:
-            layout = start_later(layout, counts, batch.later.index_select(0, row_E))
+            layout = start_later(layout, counts, batch.later.index_select(0, row_E), self.seats.max_len)
         tokens = [batch.token_ids, next_B] if sampled is None else [batch.token_ids, next_B, drawn.flatten()]
         before_TD = hidden_TD.index_select(0, hidden_T)
         if len(resumes):

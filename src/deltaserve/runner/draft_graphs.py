@@ -10,6 +10,7 @@ Shape letters: B rows, T tokens, D hidden width, N blocks of a row.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -100,11 +101,13 @@ class DraftGraphs:
         steps, tokens = self._steps, rows * length
         columns = steps.columns
         table_BN = steps.block_table.index_select(0, columns.seat[:rows])
-        position_T = (columns.position[:tokens] + 1).clamp(max=self._max_len - 1)
+        behind_T = columns.position[:tokens] + 1
         context_len_B = columns.context_len[:rows]
-        context_len_B = torch.where(context_len_B > 0, context_len_B + 1, 0)
-        bounds = columns.bounds[: rows + 1]
+        context_len_B = torch.where(context_len_B > 0, context_len_B + 1, 0).clamp(max=self._max_len)
+        bounds, position_T = columns.bounds[: rows + 1], behind_T.clamp(max=self._max_len - 1)
         layout = entry_layout(table_BN, position_T, context_len_B, self._first_key[:rows], bounds)
+        # What lies beyond the context is kept nowhere.
+        layout = replace(layout, kv_index=torch.where(behind_T < self._max_len, layout.kv_index, -1))
         context = self._context(layout)
         ahead_TD = steps.model.look_ahead(self._token[:tokens], steps.hidden[:tokens], context)
         # A padding row's number is of an older step, which may have had longer rows.

@@ -223,7 +223,7 @@ class Inputs:
         later_B = self._later(numbers)
         if later_B is not None:
             [slot_BO] = to_device(self.device, np.column_stack((numbers.read_slot, numbers.later_slot)))
-            layout = start_later(layout, numbers.counts, later_B)
+            layout = start_later(layout, numbers.counts, later_B, self.seats.max_len)
             layout = replace(layout, read_slot=slot_BO.gather(1, later_B[:, None]).squeeze(1))
         context = ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)
         # When every token samples (plain decode), there is nothing to pick.
@@ -336,15 +336,18 @@ def lay_out(
     return token_ids, layout, *along
 
 
-def start_later(layout: Layout, counts: Ints, later_B: Tensor) -> Layout:
-    """The layout of rows of `counts` tokens when each starts so much later."""
+def start_later(layout: Layout, counts: Ints, later_B: Tensor, max_len: int) -> Layout:
+    """The layout of rows of `counts` tokens when each starts so much later. What lies beyond `max_len` then, which only
+    entries for drafts do, is kept nowhere."""
     [row_T] = to_device(later_B.device, np.repeat(np.arange(len(counts)), counts))
-    position_T = layout.position + later_B.index_select(0, row_T)
+    later_T = layout.position + later_B.index_select(0, row_T)
+    position_T = later_T.clamp(max=max_len - 1)
+    place_T = kv_places(layout.block_table[row_T, position_T // BLOCK], position_T)
     return replace(
         layout,
         position=position_T,
-        kv_index=kv_places(layout.block_table[row_T, position_T // BLOCK], position_T),
-        context_len=layout.context_len + later_B.int(),
+        kv_index=torch.where(later_T < max_len, place_T, -1),
+        context_len=(layout.context_len + later_B.int()).clamp(max=max_len),
         memo={},
     )
 
