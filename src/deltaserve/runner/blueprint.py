@@ -128,7 +128,7 @@ def _num_guesses(wish: str, path: Path | None, device: torch.device) -> int:
     """Without a path, of a random model. Raises ValueError when guesses are asked for and the checkpoint has no layer
     that makes them.
     """
-    # On a CPU wrong guesses cost a fifth of the speed and right ones gain a quarter (docs/LOG.md): not unasked.
+    # On a CPU right guesses gain half of the speed and wrong ones cost some hundredths (docs/LOG.md): not unasked.
     if wish == "0" or (wish == "auto" and device.type == "cpu"):
         return 0
     if path is None:  # a layer can be drawn like the others; what it guesses is as random
