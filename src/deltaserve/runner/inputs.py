@@ -338,7 +338,7 @@ def lay_out(
 
 def start_later(layout: Layout, counts: Ints, later_B: Tensor, max_len: int) -> Layout:
     """The layout of rows of `counts` tokens when each starts so much later. What lies beyond `max_len` then, which only
-    entries for drafts do, is kept nowhere."""
+    entries for guesses do, is kept nowhere."""
     [row_T] = to_device(later_B.device, np.repeat(np.arange(len(counts)), counts))
     later_T = layout.position + later_B.index_select(0, row_T)
     position_T = later_T.clamp(max=max_len - 1)
