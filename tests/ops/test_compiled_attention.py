@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 
 from deltaserve.ops.attention import triton_chunk, triton_entry, triton_hopper, triton_step
 from deltaserve.ops.gpu import Properties
-from deltaserve.ops.norm import triton_norm
 from tests.ops.compiled import TARGETS, Resources, compile_for, innermost_loops, instructions
 
 DEVICES = {
@@ -132,25 +131,3 @@ def test_entry(target: str) -> None:
         "kv_index_ptr": "*i64", "eps": "fp32",
     }  # fmt: skip
     assert_fits(compile_for(TARGETS[target], kernel, signature(kernel, "bf16", others), constants, 4), target)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("adds", [False, True])
-def test_norm(target: str, adds: bool) -> None:
-    rows, block, warps = triton_norm.tile(2048)
-    constants = {"HEADS": 1, "WIDTH": 2048, "ROWS": rows, "BLOCK_D": block, "HAS_RESIDUAL": adds}
-    constants["FP8"] = 0 if not adds else 1 if target == "sm_90" else 2
-    constants["EARLY"] = target == "sm_90"
-    kernel = triton_norm.norm_kernel
-    quantized = {"q_ptr": "*fp8e4nv" if target == "sm_90" else "*u8", "scale_ptr": "*fp32"}
-    types = signature(kernel, "bf16", {"weight_ptr": "*fp32", "eps": "fp32"} | quantized)
-    assert_fits(compile_for(TARGETS[target], kernel, types, constants, warps), target)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_gated_norm(target: str) -> None:
-    rows, block, warps = triton_norm.tile(128)
-    constants = {"HEADS": 32, "WIDTH": 128, "ROWS": rows, "BLOCK_D": block}
-    kernel = triton_norm.gated_norm_kernel
-    types = signature(kernel, "bf16", {"eps": "fp32"})
-    assert_fits(compile_for(TARGETS[target], kernel, types, constants, warps), target)

@@ -21,7 +21,8 @@ def test_norm(target: str, addends: int, quantizes: bool) -> None:
     kinds = {"weight_ptr": "*fp32", "eps": "fp32", "q_ptr": {0: "*bf16", 1: "*fp8e4nv", 2: "*u8"}[way]}
     kinds |= {"scale_ptr": "*fp32" if way else "*bf16"}
     signature = {name: kinds.get(name, "*bf16" if name.endswith("ptr") else "i32") for name in norm_kernel.arg_names}
-    constants = {"HEADS": 1, "WIDTH": 2048, "ROWS": rows, "BLOCK_D": block, "ADDENDS": addends, "HAS_RESIDUAL": True}
+    constants = {"HEADS": 1, "WIDTH": 2048, "ROWS": rows, "BLOCK_D": block, "ADDENDS": addends}
+    constants["HAS_RESIDUAL"] = quantizes or addends > 0
     found = compile_for(
         TARGETS[target], norm_kernel, signature, {**constants, "FP8": way, "EARLY": target == "sm_90"}, warps
     )
