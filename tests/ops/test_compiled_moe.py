@@ -8,7 +8,7 @@ import pytest
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from deltaserve.ops.moe import triton_groups, triton_pairs, triton_roles, triton_wide
+from deltaserve.ops.moe import triton_groups, triton_pairs, triton_roles
 from deltaserve.ops.moe.triton_groups import Tiles, choose_tiles
 from deltaserve.ops.moe.triton_members import count_kernel, group_kernel, place_kernel, sum_kernel
 from deltaserve.ops.moe.triton_route import route_kernel
@@ -114,20 +114,6 @@ def test_warps_with_roles() -> None:
         assert found.assembly.count("wgmma.wait_group") == 3
         assert found.assembly.count("cp.async.bulk.tensor.2d") == num_boxes
         assert found.assembly.count("cp.async.cg.shared.global") == 12, "16 bytes a thread"
-
-
-def test_warps_with_roles_and_tiles_of_128() -> None:
-    box = f"tensordesc<fp8e4nv[128, 128],{triton_roles.STAGES.value!r}>"
-    signature = signature_of(1, True, "*bf16", w_desc=box)
-    constants = SHAPE | {"K": 11, "TYPE": gl.bfloat16, "S": 4}
-    found = compile_for(TARGETS["sm_90"], triton_wide.gate_up_kernel, signature, constants)
-    assert (found.spilled <= 128, found.shared <= SHARED["sm_90"]) == (True, True), found
-    assert found.registers == 168, "12 warps share all registers, and hand them on"
-    assert found.assembly.count("wgmma.mma_async") == 2 * 2 * 4, "two groups, each of gate and up, of a block in four"
-    assert found.assembly.count("wgmma.wait_group") == 4
-    down = triton_roles.down_kernel, signature, SHAPE | {"PAIRS": 128, "S": CHOSEN.down_stages}
-    found = compile_for(TARGETS["sm_90"], *down)
-    assert (found.spilled <= 128, found.shared <= SHARED["sm_90"]) == (True, True), found
 
 
 @pytest.mark.parametrize("target", TARGETS)

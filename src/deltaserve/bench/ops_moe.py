@@ -147,15 +147,13 @@ EARLY_PAIRS = (
 READY: Cut = {"pairs": 64, "inner": 128, "outputs": 128, "ready": True}
 FEW: tuple[Cut, ...] = ({}, {"stages": 2}, {"stages": 4}, {"outputs": 64})
 ROLES: Cut = {"pairs": 192, "roles": True, "stages": 4, "down_stages": 6}
-NARROW: Cut = ROLES | {"pairs": 128}
-"""Two groups, and whole blocks of gate and up."""
 PLAIN: Cut = {"warps": 8, "down_warps": 4, "down_stages": 3, "down_registers": 168}
 MANY: dict[int, tuple[Cut, ...]] = {
-    1024: ({"pairs": 32}, NARROW),
-    2048: (ROLES, NARROW),
-    4096: (ROLES, NARROW),
+    1024: ({"pairs": 32}, ROLES),
+    2048: (PLAIN, ROLES),
+    4096: (PLAIN, ROLES),
     8192: (PLAIN, ROLES),
-    16384: (ROLES, NARROW),
+    16384: (PLAIN, ROLES),
 }
 """Cuts of the two products, by tokens."""
 
@@ -188,5 +186,4 @@ def cases() -> list[Case]:
     for tokens, cuts in MANY.items():
         for cut in cuts:
             found.extend(product_case(name, tokens, cut) for name in ("gate_up", "down"))
-    found.extend(case("layer, tiles of 128", tokens, groups_of(False, **NARROW)) for tokens in (2048, 4096))
     return found

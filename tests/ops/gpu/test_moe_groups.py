@@ -73,7 +73,7 @@ def test_each_product(tokens: int) -> None:
     steps = Tiles(64, 128, 128, stages=5, ready=True, down_warps=8, down_stages=3, step=64)
     cuts = [chosen, Tiles(16, 128, 128, ready=True), steps]
     if properties(CUDA).is_hopper:
-        cuts += [Tiles(pairs, 128, 128, stages=4, ready=True, roles=True) for pairs in (128, 192)]
+        cuts.append(Tiles(192, 128, 128, stages=4, ready=True, roles=True))
     for tiles in cuts:
         count = torch.zeros(1, dtype=torch.int32, device=CUDA)
         tables = *group(ids, count, EXPERTS, tiles.pairs, True), count

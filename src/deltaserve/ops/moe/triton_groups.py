@@ -51,7 +51,7 @@ class Tiles:
     step: int = 128
     """Inputs that `gate_up` multiplies at once, of a quantised weight."""
     roles: bool = False
-    """Whether warps have roles (`triton_roles`, or `triton_wide` for tiles of 128; they need Hopper)."""
+    """Whether warps have roles (`triton_roles`; they need Hopper and tiles of 192 pairs)."""
 
 
 @triton.jit(do_not_specialize=["pairs", "stride"])
@@ -261,12 +261,11 @@ def gate_up(
         x_in, stride = fp8_way(x_in, x_scale)[0], x_scale.stride(1)
         h_scale = torch.empty(num_pairs, -(-inner // 128), dtype=torch.float32, device=device)
     if tiles.roles:
-        from deltaserve.ops.moe import triton_roles, triton_wide
+        from deltaserve.ops.moe import triton_roles
 
         assert h_scale is not None, f"moe: {tiles} of weights that are not quantised"
         args = x_in, x_scale, w13, w13_scale, h, h_scale, *tables
-        kernel = triton_wide if tiles.pairs == triton_wide.SIZE else triton_roles
-        kernel.gate_up(*args, num_pairs // x_TD.shape[0], TYPES[x_TD.dtype], tiles.stages)
+        triton_roles.gate_up(*args, num_pairs // x_TD.shape[0], TYPES[x_TD.dtype], tiles.stages)
         return h, h_scale
     gate_up_kernel[(len(tables[1]) * triton.cdiv(inner, tiles.inner),)](
         x_in,

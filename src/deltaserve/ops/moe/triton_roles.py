@@ -406,7 +406,8 @@ def boxes(weights: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(flat, [rows, 128], gl.NVMMASharedLayout(128, 8, 2))
 
 
-def check(rows: int, width: int, inner: int) -> None:
+def check(size: int, rows: int, width: int, inner: int) -> None:
+    assert size == SIZE, f"moe: tiles of {size} pairs for warps with roles, which take {SIZE}"
     assert (width % 128, inner % 128) == (0, 0), f"moe: {width} by {inner} are not blocks"
     assert rows * max(width, inner) < 1 << 31, f"moe: {rows} rows have offsets of more than 31 bits"
 
@@ -428,7 +429,7 @@ def gate_up(
     """x e4m3 [T', D] with scales [T', i], w13 as `triton_groups.gate_up` takes it, tables of tiles of SIZE pairs; fills
     h, e4m3 [pairs, I], and its scales [pairs, i]. Gate and up are rounded to `dtype`."""
     inner, width = h.shape[1], x_q.shape[1]
-    check(max(len(h), len(x_q)), width, inner)
+    check(members.shape[1], max(len(h), len(x_q)), width, inner)
     gate_up_kernel[(properties(h.device).num_sms,)](
         boxes(w13, 64),
         x_q,
@@ -460,10 +461,9 @@ def down(
     count: Tensor,
     stages: int,
 ) -> None:
-    """h as `gate_up` makes it, w2 as `triton_groups.down` takes it; fills y [pairs, D].
-    Tiles may have 128 pairs, too."""
+    """h as `gate_up` makes it, w2 as `triton_groups.down` takes it; fills y [pairs, D]."""
     width, inner = y_PD.shape[1], h.shape[1]
-    check(len(h), width, inner)
+    check(members.shape[1], len(h), width, inner)
     down_kernel[(properties(h.device).num_sms,)](
         boxes(w2, 128),
         h,
@@ -474,7 +474,7 @@ def down(
         members,
         experts,
         count,
-        PAIRS=members.shape[1],
+        PAIRS=SIZE,
         WIDTH=width,
         INNER=inner,
         S=stages,
