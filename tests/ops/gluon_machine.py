@@ -371,29 +371,13 @@ class Launcher:
         return launch
 
 
-@contextmanager
-def forgotten(names: Sequence[str]) -> Iterator[None]:
-    """Inside, modules of these names are imported anew."""
-    places = [name.rsplit(".", 1) for name in names]
-    for name in names:
-        importlib.import_module(name)
-    before = [sys.modules.pop(name) for name in names]
-    try:
-        yield
-    finally:
-        for name, (parent, own), module in zip(names, places, before, strict=True):
-            sys.modules[name] = module
-            setattr(sys.modules[parent], own, module)
-
-
-def load_kernels(path: str, *kernels: str, beside: Sequence[str] = ()) -> ModuleType:
-    """The module of a file of kernels, in which `kernels` can be launched on CPU tensors. `beside`: modules whose
-    functions they call."""
+def load_kernels(path: str, *kernels: str) -> ModuleType:
+    """The module of a file of kernels, in which `kernels` can be launched on CPU tensors."""
     spec = importlib.util.spec_from_file_location(f"{Path(path).stem}_on_a_cpu", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with forgotten(beside), stand_ins():
+    with stand_ins():
         spec.loader.exec_module(module)
     for kernel in kernels:
         setattr(module, kernel, Launcher(getattr(module, kernel)))
