@@ -20,7 +20,7 @@ bench = typer.Typer(
 )
 
 _BATCHES = flag("batches", str, "1,8,32", "rows of the decode steps, with commas")
-_LENGTHS = flag("lengths", str, "1024,8192", "tokens of the prompts, with commas")
+_LENGTHS = flag("lengths", str, "1024,4000", "tokens of the prompts, with commas")
 
 
 def _step_flags() -> list[inspect.Parameter]:
