@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -159,6 +160,23 @@ def test_one_slow_step_is_not_believed() -> None:
     for _ in range(60):
         costs.took(1, 1, 3.0)
     assert costs.of(1, 1) == pytest.approx(3.0, rel=0.05)
+
+
+@pytest.mark.parametrize("stall", [10, 50, 200])
+def test_a_stall_among_the_first_times_is_forgotten(stall: float) -> None:
+    """Also if it is the first, or the only one of its number of drafts, which is then tried again soon."""
+    cost, chance, behind = StepCost(), 0.8, []
+    best = max(rate([number], chance, partial(cost.of, 1)) for number in range(4))
+    for place in range(40):
+        times = iter([*[1.0] * place, float(stall)])
+
+        def took(number: int, times: Iterator[float] = times) -> float:
+            return cost.of(1, number) * next(times, 1.0)
+
+        verified = run(Speculation(3, cost), chance, 4000, seed=place, took=took)
+        behind.append(rate(verified, chance, partial(cost.of, 1)) / best)
+    assert min(behind) > 0.9
+    assert sum(share < 0.95 for share in behind) <= 1
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pickle
 from functools import lru_cache
 from pathlib import Path
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 SOURCES = ("cpu.py", "**/numba_*.py")
 """The files that a kernel may be made of, below this one's folder."""
 
-device = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+device = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")
 """A decorator of functions that kernels call."""
 
 
@@ -55,6 +56,13 @@ class _Folders(CompileResultCacheImpl):
     _locator_classes = (_BesideSources, _OfUser)
 
 
+UNREADABLE = (
+    OSError, EOFError, pickle.UnpicklingError, ValueError, KeyError, IndexError, AttributeError, ImportError, TypeError,
+    RuntimeError,
+)  # fmt: skip
+"""What reading a damaged file raises: pickle all but the first, LLVM the last."""
+
+
 class KernelCache(FunctionCache):
     """A cache on a disk that may fail: what cannot be read is compiled, what cannot be written is lost."""
 
@@ -63,12 +71,20 @@ class KernelCache(FunctionCache):
     def load_overload(self, signature, target_context):
         try:
             found = super().load_overload(signature, target_context)
-        except (OSError, EOFError) as error:
-            logger.warning("a kernel cannot be read from %s (%s)", self.cache_path, error)
+        except UNREADABLE as error:
+            logger.warning("a kernel cannot be read from %s (%s) and is compiled anew", self.cache_path, error)
             found = None
+            self._forget()
         if found is None:
             _say_that_it_takes_long()
         return found
+
+    def _forget(self):
+        """So that what is compiled can be kept: numba reads the index again before it writes to it."""
+        try:
+            self._cache_file.flush()
+        except OSError as error:
+            logger.debug("the index in %s stays as it is: %s", self.cache_path, error)
 
     def save_overload(self, signature, data):
         try:
@@ -87,7 +103,7 @@ def kernel(num_integers: int, num_floats: int = 0):
     kinds = (numba.int64,) * num_integers + (numba.float32,) * num_floats
 
     def compiled(function):
-        dispatcher = numba.njit(no_cfunc_wrapper=True)(function)
+        dispatcher = numba.njit(no_cfunc_wrapper=True, error_model="numpy")(function)
         try:
             dispatcher._cache = KernelCache(function)
         except RuntimeError as error:  # numba found no folder that can be written

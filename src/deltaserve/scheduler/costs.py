@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 SMOOTH = 16
 """Steps that a mean follows, about."""
 SURE = 4
-"""From so many on, a time counts as at most twice and at least half of what was expected."""
+"""From so many on, a time counts as at least half of what was expected. Before, one that is less says that those before
+it were stalls, and they are forgotten; for stalls are all on one side. At most twice of it counts always."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,11 @@ class _Ratio:
 
     def add(self, ratio: float) -> None:
         if self.count >= SURE:
-            ratio = min(max(ratio, self.mean / 2), self.mean * 2)
+            ratio = max(ratio, self.mean / 2)
+        elif ratio < self.mean / 2:
+            self.count = 0
+        if self.count:
+            ratio = min(ratio, self.mean * 2)
         self.count = min(self.count + 1, SMOOTH)
         self.mean += (ratio - self.mean) / self.count
 

@@ -35,6 +35,8 @@ PROBE_SHARE = 0.01
 """Of the time, at most, lost by tries."""
 FIRST_PATIENCE, MOST_PATIENCE = 1 / 8, 4
 """The first try comes so much sooner, as nothing is known yet; tries that change nothing become so much more seldom."""
+MOST_WRONG = 4
+"""By how much, at most, a guess is held to be too low when a try is put off."""
 
 
 class Speculation:
@@ -141,9 +143,12 @@ class Speculation:
 
     def _wait(self, num_rows: int, number: int) -> float:
         """Steps before a try of `number`, if drafts at places that are not observed now are all wrong."""
-        tokens, taken = self._tokens(), self.costs.of(num_rows, self._taken)
+        tokens, guess = self._tokens(), self.costs.guess
+        dear = self.costs.of(num_rows, number) / self.costs.of(num_rows, self._taken)
+        # A number that was timed once may have met a stall.
+        dear = min(dear, MOST_WRONG * guess.of(num_rows, number) / guess.of(num_rows, self._taken))
         gained = tokens[min(number, self._taken)] / tokens[self._taken]
-        lost = max(self.costs.of(num_rows, number) / taken - gained, 0.0)
+        lost = max(dear - gained, 0.0)
         return max(math.ceil(PROBE_STEPS * lost / PROBE_SHARE) * self._patience, 4 * PROBE_STEPS)
 
     def _begin_try(self, number: int) -> None:

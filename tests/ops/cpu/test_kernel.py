@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,17 @@ def test_sources_that_cannot_be_written_leave_kernels_with_the_user(
     assert works(dispatcher)
     assert list((tmp_path / "of the user").glob("doubling*.nbi"))
     assert not list((tmp_path / "sources").rglob("*.nbi"))
+
+
+@pytest.mark.parametrize("kind", ["*.nbi", "*.nbc"])
+@pytest.mark.parametrize("damage", [lambda old: old[: len(old) // 2], lambda old: bytes(len(old)), lambda old: b""])
+def test_a_damaged_file_is_made_anew(kind: str, damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    (tmp_path / "scaling.py").write_text(SOURCE)
+    run(tmp_path)
+    (file,) = tmp_path.rglob(kind)
+    file.write_bytes(damage(file.read_bytes()))
+    assert run(tmp_path)[0] == 0
+    assert run(tmp_path)[0] == 1
 
 
 @pytest.mark.parametrize("broken", ["_load_index", "_save_index", "_load_data", "_save_data"])

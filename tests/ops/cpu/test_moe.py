@@ -116,6 +116,16 @@ def test_a_token_of_nan_stays_alone() -> None:
     assert torch.equal(out[keep], expected[keep])
 
 
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_a_score_of_nan_is_told_wherever_it_stands(renormalize: bool) -> None:
+    for expert in range(6):
+        mixture = Mixture.random(2, num_experts=6, top_k=3, renormalize=renormalize)
+        mixture.scores[1, expert] = torch.nan
+        out = mixture.run()
+        assert out[0].isfinite().all()
+        assert out[1].isnan().all()
+
+
 @pytest.mark.parametrize("tokens", [2, 7, 100])
 def test_a_tokens_bits_do_not_depend_on_its_mates(tokens: int) -> None:
     mixture = Mixture.random(tokens, num_experts=4, top_k=2)

@@ -32,6 +32,20 @@ def test_small_and_zero_rows() -> None:
     torch.testing.assert_close(numba_norm.norm(x, weight, EPS).double(), exact, rtol=1e-6, atol=0)
 
 
+def test_a_row_of_zeros_without_eps_is_not_a_number() -> None:
+    x, weight = torch.stack([torch.zeros(16), torch.ones(16)]), torch.ones(16)
+    found = numba_norm.norm(x, weight, 0.0)
+    assert found[0].isnan().all()
+    assert torch.equal(found[1], x[1])
+
+
+def test_a_weight_with_gaps() -> None:
+    x, weight = torch.randn(3, 16), torch.rand(32)[::2]
+    expected = reference.gemma_rms_norm(x, weight, EPS)
+    torch.testing.assert_close(api.gemma_rms_norm(x, weight, EPS), expected)
+    torch.testing.assert_close(api.add_gemma_rms_norm(x, torch.zeros(3, 16), weight, EPS)[0], expected)
+
+
 def test_a_row_of_nan_stays_alone() -> None:
     x, weight = torch.randn(3, 16), torch.rand(16)
     expected = numba_norm.norm(x, weight, EPS)

@@ -50,6 +50,10 @@ def _route(scores, num_experts, ids_K, weights_K, top_k, renormalize):
                     best = expert
         write_int64(ids_K + 8 * place, best)
     most, total = float(read_float(scores + 4 * read_int64(ids_K))), 0.0
+    for expert in range(num_experts):
+        score = float(read_float(scores + 4 * expert))
+        if score != score:  # also of one that is not chosen: a softmax over all of them is NaN
+            most = score
     for number in range(top_k if renormalize else num_experts):
         expert = read_int64(ids_K + 8 * number) if renormalize else number
         total += math.exp(float(read_float(scores + 4 * expert)) - most)

@@ -28,7 +28,8 @@ def gemma_rms_norm(x_D: Tensor, weight_plus_one_D: Tensor, eps: float) -> Tensor
         from deltaserve.ops.norm import triton_norm
 
         return triton_norm.norm_rows(x_D, weight_plus_one_D, eps)
-    if x_D.shape[-1] % LANES == 0 and x_D.is_contiguous() and takes_tensors(x_D, weight_plus_one_D):
+    is_whole = x_D.shape[-1] % LANES == 0 and x_D.is_contiguous() and weight_plus_one_D.is_contiguous()
+    if is_whole and takes_tensors(x_D, weight_plus_one_D):
         normed_D: Tensor = kernels("norm.numba_norm").norm(x_D, weight_plus_one_D, eps)
         return normed_D
     return reference.gemma_rms_norm(x_D, weight_plus_one_D, eps)
@@ -54,7 +55,8 @@ def add_gemma_rms_norm(x_D: Tensor, residual_D: Tensor, weight_plus_one_D: Tenso
         return triton_norm.add_norm_rows(x_D, residual_D, weight_plus_one_D, eps)
     if x_D.dim() > residual_D.dim():
         x_D = reference.add_up(x_D, residual_D.dtype)
-    is_whole = x_D.shape[-1] % LANES == 0 and x_D.is_contiguous() and residual_D.is_contiguous()
+    given = x_D, residual_D, weight_plus_one_D
+    is_whole = x_D.shape[-1] % LANES == 0 and all(x.is_contiguous() for x in given)
     if is_whole and takes_tensors(x_D, residual_D, weight_plus_one_D):
         both: tuple[Tensor, Tensor] = kernels("norm.numba_norm").add_norm(x_D, residual_D, weight_plus_one_D, eps)
         return both
