@@ -2,8 +2,16 @@
 
     python -m benchmarks.step_kernels --rows 1,32 --lengths 1024 -- preset=qwen3-next-80b-a3b-fp8 load_format=dummy
 
-What stands behind `--` are fields of EngineConfig. Prints, for each size, the kernels with their calls in a step, mean
-time and share, after the plain tables of `deltaserve bench`.
+What stands behind `--` are fields of EngineConfig. Prints, for each size, the kernels with their calls in a step, after
+the plain tables of `deltaserve bench`. Kernels that start early overlap the one before, so that their times do not add
+up. What does add up is `added`: how far the end of a kernel lies behind the latest end of those before it. "(nothing)"
+is time in which no kernel ran.
+
+Column          Meaning
+mean_us         from a kernel's start to its end
+added_us        of one call
+step_us         `added` of all calls of a step
+share           of all of `step_us`
 """
 
 from __future__ import annotations
@@ -24,6 +32,8 @@ from deltaserve.bench.steps import Stopwatch
 from deltaserve.config import EngineConfig
 from deltaserve.engine.engine import Engine
 
+NOTHING = "(nothing)"
+
 
 def kernels_of(watch: Stopwatch, rows: int, prompt: int, steps: int) -> list[dict[str, Any]]:
     """Kernels of one run, the longest in total first."""
@@ -31,21 +41,31 @@ def kernels_of(watch: Stopwatch, rows: int, prompt: int, steps: int) -> list[dic
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         watch.seconds(rows, prompt, steps)
     total: dict[str, float] = defaultdict(float)
+    added: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
-    for event in profile.events():
-        if event.device_type.name == "CUDA":
-            total[event.name] += event.self_device_time_total
-            count[event.name] += 1
-    everything = sum(total.values())
+    latest: float | None = None
+    device = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    for event in sorted(device, key=lambda event: (event.time_range.start, event.time_range.end)):
+        start, end = event.time_range.start, event.time_range.end
+        latest = start if latest is None else latest
+        if start > latest:
+            added[NOTHING] += start - latest
+            count[NOTHING] += 1
+        total[event.name] += end - start
+        added[event.name] += max(0.0, end - max(latest, start))
+        count[event.name] += 1
+        latest = max(latest, end)
+    everything = sum(added.values())
     return [
         {
             "kernel": name[:60],
             "calls": count[name] / steps,
             "mean_us": total[name] / count[name],
-            "step_us": total[name] / steps,
-            "share": total[name] / everything,
+            "added_us": added[name] / count[name],
+            "step_us": added[name] / steps,
+            "share": added[name] / everything,
         }
-        for name in sorted(total, key=lambda name: -total[name])[:30]
+        for name in sorted(added, key=lambda name: -added[name])[:30]
     ]
 
 
@@ -59,6 +79,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--lengths", default="")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--no-tables", action="store_true")
     asked = parser.parse_args(own)
     rates = measure_rates(torch.device("cuda", 0))  # before the pools take the memory
     torch.cuda.empty_cache()
@@ -69,10 +90,11 @@ def main(words: Sequence[str]) -> int:
     print(where, watch.rates)
     watch.seconds(1, 64, 8)
     rows, lengths = ([int(part) for part in text.split(",") if part] for text in (asked.rows, asked.lengths))
-    for length in lengths:
-        write([watch.prefill(length)], "prefill", where, asked.json)
-    for count in rows:
-        write([watch.decode(count)], "decode", where, asked.json)
+    if not asked.no_tables:
+        for length in lengths:
+            write([watch.prefill(length)], "prefill", where, asked.json)
+        for count in rows:
+            write([watch.decode(count)], "decode", where, asked.json)
     if not asked.no_profile:
         for count in rows:
             print(f"decode, {count} rows (8 prompt tokens)")
