@@ -23,6 +23,7 @@ gain            tokens a second over those without drafts
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import time
 from dataclasses import dataclass
@@ -266,6 +267,7 @@ def main() -> None:
         speculative_synthetic_acceptance=args.acceptance.split(",")[0],
         prefix_cache="on" if args.reuse else "off",
     )
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms: %(message)s")
     rates = measure_rates(choose_device(config.device))
     begin = time.perf_counter()
     bench = Bench(args, config, rates)

@@ -17,6 +17,7 @@ share           of all of `step_us`
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections import defaultdict
@@ -81,6 +82,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--no-tables", action="store_true")
     asked = parser.parse_args(own)
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms: %(message)s")
     rates = measure_rates(torch.device("cuda", 0))  # before the pools take the memory
     torch.cuda.empty_cache()
     begin = time.perf_counter()

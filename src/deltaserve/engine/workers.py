@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
 import torch
 
 from deltaserve.config import EngineConfig
@@ -11,6 +14,8 @@ from deltaserve.runner.blueprint import Blueprint
 from deltaserve.runner.device import choose_threads
 from deltaserve.runner.runner import Runner
 from deltaserve.runner.setup import make_runner
+
+logger = logging.getLogger(__name__)
 
 
 class Workers:
@@ -22,11 +27,14 @@ class Workers:
         self._threads_before = torch.get_num_threads()
         if it.device.type == "cpu":
             torch.set_num_threads(choose_threads(config.num_threads, it.memory.sizes.weights))
-        with_mtp = it.num_guesses > 0
+        with_mtp, begin = it.num_guesses > 0, time.perf_counter()
         if it.is_random:
             model = random_model(it.model, it.dtype, it.device, with_mtp, it.quantized)
         else:
             model = load_model(it.path, it.model, it.dtype, it.device, True, with_mtp, config.quantization)
+        if it.device.type != "cpu":
+            torch.accelerator.synchronize()
+        logger.info("%s weights in %.1f s", "drew" if it.is_random else "loaded", time.perf_counter() - begin)
         self.runner: Runner | None
         self.blueprint, self.runner = make_runner(config, it, model, fill)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from dataclasses import replace
 
 import torch
@@ -45,9 +46,10 @@ def make_runner(
     if on_cpu:
         return blueprint, runner
     if not config.enforce_eager and blueprint.dtype != torch.float64:
-        graphs = _graphs(blueprint, runner)
+        graphs, begin = _graphs(blueprint, runner), time.perf_counter()
         graphs.record()
         runner.use_graphs(graphs)
+        logger.info("recorded graphs in %.1f s", time.perf_counter() - begin)
     return blueprint, runner
 
 
@@ -65,10 +67,12 @@ def _measure(config: EngineConfig, blueprint: Blueprint, model: Model) -> Bluepr
     warm_up = WarmUp(runner, blueprint.max_num_batched_tokens)
     if blueprint.dtype != torch.float64:
         warm_up.compile()
+    begin = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     warm_up.run()
     steps = torch.cuda.max_memory_allocated() - before
+    logger.info("ran steps of all sizes in %.1f s", time.perf_counter() - begin)
     num_graphs = 0 if config.enforce_eager else len(_graphs(blueprint, runner).shapes)
     num_graphs += num_graphs // 16 if blueprint.num_guesses else 0  # many more, of one layer each
     del runner, warm_up
