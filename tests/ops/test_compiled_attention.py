@@ -71,11 +71,13 @@ def test_step_of_nine_tokens(target: str) -> None:
     assert_fits(compile_step(target, 128), target, spilled=128)
 
 
+@pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("target", TARGETS)
-def test_join(target: str) -> None:
+def test_join(target: str, rows: int) -> None:
     kernel = triton_step.join_kernel
+    slice, parts = triton_step.join_tile(rows, 256)
     constants = {
-        "NUM_Q": 16, "WIDTH": 256, "BLOCK_D": 256, "PARTS": 16, "BLOCK": 64, "SPAN": 128, "HAS_GATE": True,
+        "NUM_Q": 16, "WIDTH": 256, "SLICE": slice, "PARTS": parts, "BLOCK": 64, "SPAN": 128, "HAS_GATE": True,
         "EARLY": target == "sm_90",
     }  # fmt: skip
     others = {"context_ptr": "*i32", "acc_ptr": "*fp32", "peak_ptr": "*fp32"}

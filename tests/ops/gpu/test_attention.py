@@ -69,6 +69,13 @@ def test_one_long_row_among_short_ones() -> None:
     check(rows_of(LARGE, [0, 30000, *[5] * 30], [1] * 32, 32))
 
 
+@pytest.mark.parametrize("start", [1023, 8191, 30000])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_few_long_rows(rows: int, start: int) -> None:
+    """Whose many units are joined by many programs."""
+    check(rows_of(LARGE, [start, *[700] * (rows - 1)], [2] * rows, rows))
+
+
 @pytest.mark.parametrize(("shape", "dtype"), KINDS)
 def test_chunks_behind_contexts(shape: tuple[tuple[int, int], int], dtype: torch.dtype) -> None:
     check(rows_of(shape, [0, 5, 64, 130, 0], [1, 63, 64, 65, 200], 0, dtype))

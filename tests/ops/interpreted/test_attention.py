@@ -50,6 +50,13 @@ def test_one_long_row_among_short_ones(dtype: torch.dtype) -> None:
     check(rows_of([0, 1500, 5], [1, 1, 1], 3, (8, 1), dtype))
 
 
+@pytest.mark.parametrize("rows", [3, 9])
+def test_units_joined_in_slices(rows: int) -> None:
+    """Heads are wider than what one program joins of few rows."""
+    starts = [700, 0, *[3] * (rows - 3), 130]
+    check(Rows(starts, [2] * rows, rows, (4, 2), 72, torch.float32))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 130])
 def test_many_rows(rows: int) -> None:
     check(rows_of([random.choice([0, 3, 63, 64, 130]) for _ in range(rows)], [1] * rows, rows, (1, 1)))

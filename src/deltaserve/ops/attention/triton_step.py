@@ -33,6 +33,7 @@ from deltaserve.ops.linear.triton_early import early_options, let_next_start, wa
 
 UNITS = 4
 """Units of work per multiprocessor that all key heads together are cut into."""
+FEW_ROWS = 8
 
 
 class StepConfig(NamedTuple):
@@ -53,6 +54,12 @@ def choose(device: Properties, queries: int, width: int, element_size: int) -> S
     if device.shared_bytes >= 200 << 10 and queries <= 32:
         return StepConfig(64, 8, 2)
     return StepConfig(32, 4 if queries <= 32 else 8, 2)
+
+
+def join_tile(rows: int, block_d: int) -> tuple[int, int]:
+    """Dimensions and units of a program that joins. A turn of its loop takes some 3 us: few rows have many
+    units each, and leave room for many programs, which take them all in one or two turns."""
+    return (min(block_d, 32), 128) if rows <= FEW_ROWS else (block_d, 16)
 
 
 @triton.jit
@@ -220,19 +227,20 @@ def join_kernel(
     gate_stride,
     NUM_Q: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    SLICE: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     HAS_GATE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One token and head of a program: joins the units of its row; zeros for a row without a context."""
+    """A program joins the units of one token and head, SLICE dimensions of PARTS units at a time; zeros for a row
+    without a context."""
     let_next_start(EARLY)
     head = tl.program_id(0)
     token = tl.program_id(1)
     own = token // length
-    column = tl.arange(0, BLOCK_D)
+    column = tl.program_id(2) * SLICE + tl.arange(0, SLICE)
     inside = column < WIDTH
     # Asked for first, so that one trip to memory serves all that depends on nothing.
     context = tl.load(context_ptr + own)
@@ -249,7 +257,7 @@ def join_kernel(
         first_unit += tl.sum(units_of(tl.load(context_ptr + rows, mask=rows < own, other=0), share, BLOCK))
     peak = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
-    acc = tl.zeros((BLOCK_D,), tl.float32)
+    acc = tl.zeros((SLICE,), tl.float32)
     for first in range(0, num_units, PARTS):
         part = first + tl.arange(0, PARTS)
         is_part = part < num_units
@@ -315,8 +323,9 @@ def step(
         HAS_FIRST_KEY=layout.first_key is not None, HAS_GATE=has_gate, UPCAST=not q_THD.is_cuda,
         num_warps=config.warps, num_stages=config.stages, **early,
     )  # fmt: skip
-    join_kernel[(num_q, rows * length)](
+    slice, parts = join_tile(rows, block_d)
+    join_kernel[(num_q, rows * length, triton.cdiv(width, slice))](
         gate_TX, context, out_THD, acc, peak, rows, target, length, gate_TX.stride(0),
-        NUM_Q=num_q, WIDTH=width, BLOCK_D=block_d, PARTS=16, BLOCK=BLOCK, SPAN=128, HAS_GATE=has_gate,
+        NUM_Q=num_q, WIDTH=width, SLICE=slice, PARTS=parts, BLOCK=BLOCK, SPAN=128, HAS_GATE=has_gate,
         num_warps=4, **early,
     )  # fmt: skip
