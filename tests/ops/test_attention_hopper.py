@@ -20,7 +20,8 @@ from tests.ops.attention_rows import EPS, Rows
 from tests.ops.gluon_machine import load_kernels
 
 WIDTH = 64
-CONFIGS = [{}, {"key_stages": 3, "slack": 8, "held": 32}]
+CONFIGS = [{"least": 0}, {"key_stages": 3, "slack": 8, "held": 32, "least": 0}]
+"""None of which cuts contexts: see interpreted/test_attention_cut.py."""
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def test_long_rows_of_padding(kernels: ModuleType, tokens: int) -> None:
     """As a graph of one prompt has them before it is used: no key is there for many queries."""
     rows = rows_of([0, 0, 40], [tokens, tokens + 1, 20], padding=(0, 1))
     expected, _ = rows.expected()
-    out, own = run(kernels, rows, {}), slice(2 * tokens + 1, None)
+    out, own = run(kernels, rows, CONFIGS[0]), slice(2 * tokens + 1, None)
     torch.testing.assert_close(out[own].double(), expected[own], rtol=4e-3, atol=4e-3)
     assert torch.equal(out[: 2 * tokens + 1], torch.zeros_like(out[: 2 * tokens + 1]))
 
@@ -101,7 +102,7 @@ def test_padding_rows_and_no_gate(kernels: ModuleType) -> None:
     rows = rows_of([0, 40, 0, 80], [3, 20, 1, 30], padding=(0, 2))
     rows.gate[:3] = torch.nan
     expected, _ = rows.expected()
-    out, plain = run(kernels, rows, {}), run(kernels, rows, {}, gate=False)
+    out, plain = run(kernels, rows, CONFIGS[0]), run(kernels, rows, CONFIGS[0], gate=False)
     for own in (slice(3, 23), slice(24, 54)):
         torch.testing.assert_close(out[own].double(), expected[own], rtol=4e-3, atol=4e-3)
         again = plain[own].double() * rows.gate[own].double().sigmoid()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from triton.experimental.gluon import language as gl
 
-from deltaserve.ops.attention import triton_chunk, triton_entry, triton_hopper, triton_step
+from deltaserve.ops.attention import triton_chunk, triton_entry, triton_hopper, triton_join, triton_step
 from deltaserve.ops.gpu import Properties
 from tests.ops.compiled import TARGETS, Resources, compile_for, innermost_loops, instructions
 
@@ -85,6 +85,17 @@ def test_join(target: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_join_of_tiles(target: str) -> None:
+    kernel = triton_join.join_kernel
+    constants = {
+        "NUM_Q": 16, "NUM_KV": 2, "WIDTH": 256, "BLOCK_P": 8, "QUERIES": 128, "PARTS": 16, "BLOCK": 64, "SPAN": 128,
+        "HAS_GATE": True, "EARLY": target == "sm_90",
+    }  # fmt: skip
+    others = {"cu_ptr": "*i32", "context_ptr": "*i32", "acc_ptr": "*fp32", "peak_ptr": "*fp32"}
+    assert_fits(compile_for(TARGETS[target], kernel, signature(kernel, "bf16", others), constants), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("dtype", "has_first_key"), [("bf16", False), ("bf16", True), ("fp32", False)])
 def test_chunk(dtype: str, has_first_key: bool, target: str) -> None:
     config = triton_chunk.choose(DEVICES[target], 256, 4 if dtype == "fp32" else 2)
@@ -100,15 +111,19 @@ def test_chunk(dtype: str, has_first_key: bool, target: str) -> None:
         assert "wgmma.mma_async" in found.assembly
 
 
-@pytest.mark.parametrize(("dtype", "has_first_key", "slack"), [("bf16", False, 0), ("fp16", True, 8)])
-def test_chunk_on_hopper(dtype: str, has_first_key: bool, slack: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "has_first_key", "slack", "is_cut"),
+    [("bf16", False, 0, False), ("fp16", True, 8, False), ("bf16", True, 8, True)],
+)
+def test_chunk_on_hopper(dtype: str, has_first_key: bool, slack: int, is_cut: bool) -> None:
     constants = {"K_STAGES": 3, "V_STAGES": 2, "KEYS": 64, "HAS_FIRST_KEY": has_first_key, "HAS_GATE": True}
-    constants |= {"SLACK": slack, "HELD": 0}
+    constants |= {"SLACK": slack, "HELD": 0, "IS_CUT": is_cut}
     constants |= {name: ATTENTION[name] for name in ("NUM_Q", "WIDTH", "SHARING", "BLOCK_P", "gate_stride")}
     kernel = triton_hopper.hopper_kernel
     box = f"tensordesc<{dtype}[64, 256],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
     pointers = ("cu_ptr", "table_ptr", "context_ptr", "first_key_ptr")
-    others = {"scale": "fp32", "k_desc": box, "v_desc": box, **dict.fromkeys(pointers, "*i32")}
+    sums = dict.fromkeys(("acc_ptr", "peak_ptr"), "*fp32")
+    others = {"scale": "fp32", "k_desc": box, "v_desc": box, **dict.fromkeys(pointers, "*i32"), **sums}
     found = compile_for(TARGETS["sm_90"], kernel, signature(kernel, dtype, others), constants)
     assert_fits(found, "sm_90", spilled=320)
     assert found.registers == 168, "three groups of 128 threads share the registers"

@@ -46,6 +46,8 @@ class HopperConfig(NamedTuple):
     held: int = 0
     """Columns of the queries that stay in registers; 0: none. Products of queries and keys take what shared memory
     gives, and half of that are queries."""
+    least: int = 4
+    """Blocks of a part, where tiles of a short piece are cut for their long context; 0: none is cut."""
 
 
 HOPPER: HopperConfig | None = HopperConfig(slack=8, held=64)
