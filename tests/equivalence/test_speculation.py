@@ -115,7 +115,7 @@ class Scripted:
     def begin(self, plan: Plan) -> None:
         self.inner.begin(plan)
         for seating in plan.seatings:
-            answer = self.texts[self._key(seating.token_ids[: seating.num_prompt], seating.params)]
+            answer = self.texts[self._key(list(seating.known)[: seating.num_prompt], seating.params)]
             self.seated[seating.seat] = answer.request.prompt_token_ids + answer.token_ids
 
     def propose(self, plan: Plan, batch: Batch, hidden_TD: Tensor, sampled: Sampled | None) -> None:

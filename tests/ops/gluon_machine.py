@@ -371,14 +371,30 @@ class Launcher:
         return launch
 
 
-def load_kernels(path: str, *kernels: str) -> ModuleType:
-    """The module of a file of kernels, in which `kernels` can be launched on CPU tensors."""
+def load_kernels(path: str, *kernels: str, parts: Sequence[str] = ()) -> ModuleType:
+    """The module of a file of kernels, in which `kernels` can be launched on CPU tensors. `parts`: modules of functions
+    in Gluon that it imports."""
+    before = {name: sys.modules.get(name) for name in parts}
+    with stand_ins():
+        try:
+            for name in parts:
+                found = importlib.util.find_spec(name)
+                assert found is not None
+                assert found.origin is not None
+                sys.modules[name] = _load(found.origin)
+            module = _load(path)
+        finally:
+            for name, real in before.items():
+                sys.modules.pop(name, None) if real is None else sys.modules.update({name: real})
+    for kernel in kernels:
+        setattr(module, kernel, Launcher(getattr(module, kernel)))
+    return module
+
+
+def _load(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{Path(path).stem}_on_a_cpu", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with stand_ins():
-        spec.loader.exec_module(module)
-    for kernel in kernels:
-        setattr(module, kernel, Launcher(getattr(module, kernel)))
+    spec.loader.exec_module(module)
     return module

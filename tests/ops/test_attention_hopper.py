@@ -27,7 +27,8 @@ CONFIGS = [{"least": 0}, {"key_stages": 3, "slack": 8, "held": 32, "least": 0}]
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     (folder,) = deltaserve.ops.attention.__path__
-    return load_kernels(str(Path(folder) / "triton_hopper.py"), "hopper_kernel")
+    parts = ["deltaserve.ops.attention.triton_walk"]
+    return load_kernels(str(Path(folder) / "triton_hopper.py"), "hopper_kernel", parts=parts)
 
 
 def rows_of(

@@ -143,13 +143,13 @@ def test_pairs(target: str) -> None:
 def test_routing(target: str) -> None:
     way = WAYS[target]
     sizes = {"scores_ptr": "*bf16", "stride": "i32", "pairs": "i32", "out_ptr": "*bf16", "q_ptr": TYPES[way]}
-    sizes["scale_ptr"] = "*fp32"
+    sizes |= {"scale_ptr": "*fp32", "place_ptr": "*i64"}
     tables = dict.fromkeys(("sorted_ptr", "expert_ptr", "turn_ptr", "first_ptr", "number_ptr", "given_ptr"), "*i32")
     signature = signature_of(0, False, "*fp32", **sizes, **tables)
     early = {"EARLY": target == "sm_90"}
     many = {"E": 513, "BM": 192, "BP": 512} | early
     route = {"E": 512, "K": 10, "EP": 512, "KP": 16, "RENORMALIZE": True, "SHARED": True} | early
-    route |= {"INPUTS": 2048, "FP8": way}
+    route |= {"INPUTS": 2048, "FP8": way, "IS_PADDED": True}
     for kernel, constants, warps in (
         (route_kernel, route, 1),
         (group_kernel, {"BM": 16, "BP": 512} | early, 4),

@@ -184,7 +184,7 @@ class Proposals:
 
     def begin(self, plan: Plan) -> None:
         self.inner.begin(plan)
-        self.prompts |= {seating.seat: seating.token_ids for seating in plan.seatings}
+        self.prompts |= {seating.seat: list(seating.known) for seating in plan.seatings}
 
     def propose(self, plan: Plan, batch: Batch, hidden_TD: Tensor, sampled: Sampled | None) -> None:
         self.recorder.step.clear()

@@ -87,7 +87,7 @@ class Seat:
 
     @classmethod
     def of(cls, seating: Seating) -> Seat:
-        return cls(list(seating.token_ids), seating.num_prompt, seating.params, list(seating.blocks), [ZERO])
+        return cls(list(seating.known), seating.num_prompt, seating.params, list(seating.blocks), [ZERO])
 
     def state(self, num_tokens: int) -> int:
         while len(self.states) <= num_tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deltaserve.core.plan import NO_SLOT
 
@@ -19,7 +19,8 @@ class Entry:
     depth: int
     """Blocks from the start of the prefix, this one included."""
     slot: int = NO_SLOT
-    num_children: int = 0
+    children: dict[bytes, Entry] = field(default_factory=dict)
+    """What continues it, by the next block's tokens."""
     used: int = 0
     """The index's clock at the last use."""
     alive: bool = True

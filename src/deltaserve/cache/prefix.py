@@ -5,8 +5,8 @@ cache manager treats both alike. What the index promises:
 
 - A hit is legal only where the KV blocks *and* a state at exactly that boundary exist.
 - What is published never changes: a block is published when it is whole, and a published slot has no writer.
-- Two prompts never share by collision: keys are chained 128-bit hashes under a server's salt and a request's, and on a
-  hit the token ids themselves are compared, block by block.
+- Two prompts never share by collision: a hit is found by the token ids themselves, block by block behind the request's
+  salt, and what is published has one name alone, a chained 128-bit hash under a server's salt and a request's.
 - Nothing here starves a request: whatever only the index holds is evicted when a request needs it.
 """
 
@@ -23,6 +23,9 @@ from deltaserve.cache.entry import Entry
 from deltaserve.cache.pool import IdPool
 from deltaserve.cache.snapshots import Snapshots
 from deltaserve.core.plan import NO_SLOT
+
+WORD = 8
+"""Bytes of a token id."""
 
 SnapshotPolicy = Callable[[int, int], bool]
 """(boundary, known): is the state after `boundary` tokens worth a slot, for a request that came with `known` tokens."""
@@ -149,6 +152,8 @@ class PrefixIndex:
         """`salt`: 16 to 64 secret bytes; without them nobody can craft a prompt that collides with another's."""
         assert 16 <= len(salt) <= 64, f"a salt of {len(salt)} bytes, not 16 to 64"
         self.entries: dict[bytes, Entry] = {}
+        self._first: dict[bytes, dict[bytes, Entry]] = {}
+        """First blocks by the requests' salt and the tokens."""
         self._blocks, self._slots, self._block_size = blocks, slots, block_size
         self._salt, self._policy = salt, policy
         self.states = Snapshots()
@@ -160,18 +165,22 @@ class PrefixIndex:
         return len(self.states)
 
     def match(self, token_ids: Sequence[int], salt: bytes) -> Chain:
-        chain = Chain(salt)
-        for j in range((len(token_ids) - 1) // self._block_size):
-            _, entry = self._find(chain, self._pack(token_ids, j))
+        chain, among = Chain(salt), self._first.get(salt, {})
+        packed, size = array("q", token_ids).tobytes(), self._block_size * WORD
+        for start in range(0, (len(token_ids) - 1) // self._block_size * size, size):
+            entry = among.get(packed[start : start + size])
             if entry is None:
                 break
             chain.entries.append(entry)
+            among = entry.children
         chain.num_matched = len(chain.entries)
         while chain.entries and chain.slot == NO_SLOT:
             chain.entries.pop()
-        for entry in chain.entries:
-            self._touch(entry)
+        for now, entry in enumerate(chain.entries, self._clock + 1):
+            entry.used = now
+        self._clock += len(chain.entries)
         if chain.entries:
+            self._offer(chain.entries[-1])  # all others have children
             self.states.use(chain.entries[-1])
         return chain
 
@@ -181,16 +190,17 @@ class PrefixIndex:
                 return
             chain.entries.clear()
         for j in range(len(chain.entries), num_tokens // self._block_size):
-            tokens = self._pack(token_ids, j)
-            key, entry = self._find(chain, tokens)
+            tokens = array("q", token_ids[j * self._block_size : (j + 1) * self._block_size]).tobytes()
+            parent = chain.entries[-1] if chain.entries else None
+            among = parent.children if parent is not None else self._first.setdefault(chain.salt, {})
+            entry = among.get(tokens)
             if entry is None:
+                key = self._key(parent.key if parent is not None else chain.salt, tokens)
                 if key in self.entries:
                     return  # another prefix has this key: ours, and all behind it, stays unpublished
-                parent = chain.entries[-1] if chain.entries else None
                 entry = self.entries[key] = Entry(key, parent, chain.salt, tokens, blocks[j], j + 1)
                 self._blocks.cache(entry.block)
-                if parent is not None:
-                    parent.num_children += 1
+                among[tokens] = entry
             chain.entries.append(entry)
             self._touch(entry)
 
@@ -260,11 +270,11 @@ class PrefixIndex:
         offered = set(self._leaves)
         for key, entry in self.entries.items():
             assert entry.key == key, "an entry stands under another key"
-            assert entry.num_children == children.get(id(entry), 0), "an entry has miscounted its children"
+            assert len(entry.children) == children.get(id(entry), 0), "an entry has miscounted its children"
             assert (entry.slot != NO_SLOT) == (entry in self.states), (
                 "an entry's state is not among those that are kept"
             )
-            assert entry.num_children or self._item(entry) in offered, "a leaf cannot be evicted"
+            assert entry.children or self._item(entry) in offered, "a leaf cannot be evicted"
         self.states.check()
         assert len(self.states) == sum(entry.slot != NO_SLOT for entry in self.entries.values()), (
             "a state without entry"
@@ -275,18 +285,6 @@ class PrefixIndex:
 
     def _key(self, parent: bytes, tokens: bytes) -> bytes:
         return hashlib.blake2b(parent + tokens, digest_size=16, key=self._salt).digest()
-
-    def _find(self, chain: Chain, tokens: bytes) -> tuple[bytes, Entry | None]:
-        """The key of `chain` continued by one block, and its entry when it is the same prefix by content."""
-        parent = chain.entries[-1] if chain.entries else None
-        key = self._key(parent.key if parent is not None else chain.salt, tokens)
-        entry = self.entries.get(key)
-        if entry is None or entry.parent is not parent or entry.tokens != tokens or entry.salt != chain.salt:
-            return key, None
-        return key, entry
-
-    def _pack(self, token_ids: Sequence[int], j: int) -> bytes:
-        return array("q", token_ids[j * self._block_size : (j + 1) * self._block_size]).tobytes()
 
     def _at(self, chain: Chain, boundary: int) -> Entry | None:
         j = boundary // self._block_size - 1
@@ -299,10 +297,10 @@ class PrefixIndex:
 
     def _offer(self, entry: Entry) -> None:
         """Queue a leaf for eviction. Items that have become untrue stay in the heap until they surface."""
-        if entry.num_children or not entry.alive:
+        if entry.children or not entry.alive:
             return
         if len(self._leaves) > 2 * len(self.entries) + 64:
-            self._leaves = [self._item(e) for e in self.entries.values() if not e.num_children and e is not entry]
+            self._leaves = [self._item(e) for e in self.entries.values() if not e.children and e is not entry]
             heapq.heapify(self._leaves)
         heapq.heappush(self._leaves, self._item(entry))
 
@@ -313,7 +311,7 @@ class PrefixIndex:
         while self._leaves:
             item = heapq.heappop(self._leaves)
             entry = self.entries.get(item[2])
-            if entry is not None and entry.num_children == 0 and item == self._item(entry):
+            if entry is not None and not entry.children and item == self._item(entry):
                 return entry
         return None
 
@@ -324,12 +322,16 @@ class PrefixIndex:
         self._offer(entry)
 
     def _remove(self, entry: Entry) -> None:
-        assert entry.num_children == 0, "an entry is removed from under its children"
+        assert not entry.children, "an entry is removed from under its children"
         if entry.slot != NO_SLOT:
             self._forget_state(entry)
         del self.entries[entry.key]
         entry.alive = False
         self._blocks.uncache(entry.block)
         if entry.parent is not None:
-            entry.parent.num_children -= 1
+            del entry.parent.children[entry.tokens]
             self._offer(entry.parent)
+            return
+        del self._first[entry.salt][entry.tokens]
+        if not self._first[entry.salt]:
+            del self._first[entry.salt]

@@ -74,7 +74,7 @@ class Snapshots:
             before, place = self._all.get(place.key), place.parent
         snapshot = self._all[entry.key] = Snapshot(entry, before, self._mark, self._clock)
         self._clock += 1
-        if entry.num_children:  # otherwise nothing continues it
+        if entry.children:  # otherwise nothing continues it
             others = self._all.values() if before is None else before.behind
             for other in [it for it in others if it.before is before and it is not snapshot]:
                 if _leads_to(entry, other.entry):

@@ -6,6 +6,7 @@ by seat, never by the position of a row in a batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -20,13 +21,19 @@ class Seating(msgspec.Struct, frozen=True, kw_only=True):
     """A request takes a seat: what the runner must know of it while it runs. Sent once per admission."""
 
     seat: int
-    token_ids: list[int]
-    """All tokens known now: the prompt, and after a preemption the output so far."""
+    token_ids: list[int] | bytes
+    """All tokens known now: the prompt, and after a preemption the output so far. As bytes, 64 bits each, a long one
+    goes from memory to memory without being taken apart."""
     num_prompt: int
     params: SamplingParams
     """`seed` is always set here; `stop_token_ids` holds all ids that end the request, end-of-text included."""
     blocks: tuple[int, ...] = ()
     """KV blocks of a prefix that need not be computed."""
+
+    @property
+    def known(self) -> Sequence[int]:
+        """The tokens, one by one."""
+        return memoryview(self.token_ids).cast("q") if isinstance(self.token_ids, bytes) else self.token_ids
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

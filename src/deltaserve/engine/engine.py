@@ -110,8 +110,8 @@ class Engine:
         """Queue a request. Raises ValueError for one that cannot be computed; nothing has changed then."""
         self._must_be_usable()
         self._settle()
-        validate(request, self.model_config.vocab_size, self.max_model_len)
-        self.scheduler.add(request)
+        token_ids = validate(request, self.model_config.vocab_size, self.max_model_len)
+        self.scheduler.add(request, token_ids)
 
     def abort(self, request_id: str, reason: str) -> bool:
         """End a request at any moment; no output follows. False when there is no such request (any more)."""

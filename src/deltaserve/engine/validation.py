@@ -5,7 +5,10 @@ Knows two numbers of the model and nothing else, so that the API process can ans
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable
+
+import numpy as np
 
 from deltaserve.core.request import Request
 
@@ -23,8 +26,8 @@ RESERVED = (
 """Names that chat_template_kwargs may not set: there are arguments for them, or none at all."""
 
 
-def validate(request: Request, vocab_size: int, max_model_len: int) -> None:
-    """Raises ValueError naming the value, the limit and the way out."""
+def validate(request: Request, vocab_size: int, max_model_len: int) -> array[int]:
+    """The prompt's ids, packed. Raises ValueError naming the value, the limit and the way out."""
     prompt, params = request.prompt_token_ids, request.params
     params.validate()
     if not prompt:
@@ -37,9 +40,11 @@ def validate(request: Request, vocab_size: int, max_model_len: int) -> None:
             f"the prompt has {len(prompt)} tokens, but the context of {max_model_len} tokens leaves room for "
             f"{longest}; shorten the prompt"
         )
-    _check_ids("the prompt", prompt, vocab_size)  # after its length: a glance at each id of a huge one takes long
+    # After its length: a glance at each id of a huge one takes long.
+    packed = _check_ids("the prompt", prompt, vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_ids("logit_bias", params.logit_bias, vocab_size)
+    return packed
 
 
 def check_template_kwargs(names: Collection[str]) -> None:
@@ -49,14 +54,27 @@ def check_template_kwargs(names: Collection[str]) -> None:
             raise ValueError(f"chat_template_kwargs may not set {name}; leave it out there")
 
 
-def _check_ids(where: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def _check_ids(where: str, token_ids: Iterable[int], vocab_size: int) -> array[int]:
+    """The ids, packed."""
     ids = list(token_ids)
-    if not ids:
-        return
-    strange = [kind.__name__ for kind in set(map(type, ids)) if kind is not int]
-    if strange:
-        raise ValueError(f"{where} has a token id of type {strange[0]}; token ids are integers")
-    low, high = min(ids), max(ids)
+    try:
+        packed = array("q", ids)
+    except (TypeError, OverflowError):
+        strange = [kind.__name__ for kind in set(map(type, ids)) if kind is not int]
+        if strange:
+            raise ValueError(f"{where} has a token id of type {strange[0]}; token ids are integers") from None
+        _check_range(where, min(ids), max(ids), vocab_size)
+        raise
+    if ids:
+        seen = np.frombuffer(packed, dtype=np.int64)
+        low, high = int(seen.min()), int(seen.max())
+        if low <= 1 and bool in set(map(type, ids)):  # which count as 0 and 1
+            raise ValueError(f"{where} has a token id of type bool; token ids are integers")
+        _check_range(where, low, high, vocab_size)
+    return packed
+
+
+def _check_range(where: str, low: int, high: int, vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         outside = low if low < 0 else high
         raise ValueError(f"{where} has token id {outside}; the vocabulary has ids 0 to {vocab_size - 1}")

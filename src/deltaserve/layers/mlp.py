@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deltaserve.layers.context import ForwardContext
 from deltaserve.layers.linear import Linear
 from deltaserve.layers.normed import Normed
 
@@ -20,7 +21,7 @@ class SwiGLU(nn.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * inner_size, dtype, device, quantized)
         self.down_proj = Linear(inner_size, hidden_size, dtype, device, quantized)
 
-    def forward(self, x_TD: Tensor | Normed) -> Tensor:
+    def forward(self, x_TD: Tensor | Normed, context: ForwardContext | None = None) -> Tensor:
         """[T, hidden_size] -> the same."""
         gate_TI, up_TI = torch.chunk(self.gate_up_proj(x_TD), 2, dim=-1)
         out_TD: Tensor = self.down_proj(functional.silu(gate_TI).mul_(up_TI))

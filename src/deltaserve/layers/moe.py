@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from deltaserve.layers.context import ForwardContext
 from deltaserve.layers.linear import FP8, Linear
 from deltaserve.layers.mlp import SwiGLU
 from deltaserve.layers.normed import Normed
@@ -62,7 +63,7 @@ class SparseMoe(nn.Module):
         if not (self.holds_shared or quantized):
             self.apart = self.shared_expert.gate_up_proj.weight, self.shared_expert.down_proj.weight
 
-    def forward(self, x_TD: Tensor | Normed) -> Tensor:
+    def forward(self, x_TD: Tensor | Normed, context: ForwardContext | None = None) -> Tensor:
         """[T, hidden_size] -> the same, or rows [T, K, hidden_size] that the next norm adds up."""
         scores_TF, ready = self.router(x_TD), None
         if isinstance(x_TD, Normed):
@@ -75,6 +76,7 @@ class SparseMoe(nn.Module):
             ready=ready,
             adds_up=not self.holds_shared,
             shared=self.apart,
+            place=context.layout.kv_index if context is not None and context.layout.is_padded else None,
             **self.held,
         )
         if self.holds_shared or self.apart is not None:

@@ -44,7 +44,7 @@ class Block(nn.Module):
         normed = self.input_norm.later(x_TD, residual_TD)
         x_TD = self.mixer(normed, context)
         normed = self.post_norm.later(x_TD, normed.total, self.quantized)
-        return self.mlp(normed), normed.total
+        return self.mlp(normed, context), normed.total
 
 
 def make_mixer(

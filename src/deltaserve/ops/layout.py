@@ -53,6 +53,7 @@ class Layout:
     kv_index       [T]        int64   block * BLOCK + offset, where a token's key and value go; -1 goes nowhere
     context_len    [B]        int32   tokens of the row's sequence after this step
     first_key      [B]        int32   attention sees no key of the row before this position; None: there are all
+    is_padded      -          -       whether tokens without a place for their key (kv_index) belong to nobody
     """
 
     segments: tuple[Segment, ...]
@@ -63,6 +64,7 @@ class Layout:
     kv_index: Tensor
     context_len: Tensor
     first_key: Tensor | None = None
+    is_padded: bool = False
 
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What `once` has derived so far; dies with the layout."""

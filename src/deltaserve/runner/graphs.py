@@ -208,6 +208,8 @@ class StepGraphs:
             block_table=self.block_table.index_select(0, columns.seat[:rows]),
             kv_index=columns.kv_index[:tokens],
             context_len=columns.context_len[:rows],
+            # Tokens of a prompt's padding differ. Those of decoding rows' are alike, and choose experts alike.
+            is_padded=not shape.is_decode,
         )
         return ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)
 

@@ -54,8 +54,8 @@ class Seats:
 
     def seat(self, seating: Seating) -> None:
         """A request takes the seat; nothing of the one before is left."""
-        seat, num_tokens = seating.seat, len(seating.token_ids)
-        self.token_ids[seat, :num_tokens] = seating.token_ids
+        seat, known = seating.seat, seating.known
+        self.token_ids[seat, : len(known)] = known
         self.num_prompt[seat] = seating.num_prompt
         num_top = seating.params.prompt_logprobs
         self.num_top[seat] = -1 if num_top is None else num_top

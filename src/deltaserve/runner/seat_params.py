@@ -109,7 +109,7 @@ class SeatParams:
             top_p=params.top_p < 1,
             min_p=params.min_p > 0,
             num_logprobs=None if params.logprobs is None else min(params.logprobs, self._vocab_size),
-            count_row=self.counts.take(seating.token_ids, seating.num_prompt) if penalties != (1, 0, 0) else None,
+            count_row=self.counts.take(seating.known, seating.num_prompt) if penalties != (1, 0, 0) else None,
             bias=self._bias(params),
             banned=self._banned(params),
             free_from=free_from,

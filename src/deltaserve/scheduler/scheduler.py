@@ -25,6 +25,7 @@ commits first.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache as once
@@ -110,8 +111,9 @@ class Scheduler:
 
     # ---- requests come and go --------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Let a request wait. Raises ValueError for one that could never run, or whose id is taken."""
+    def add(self, request: Request, token_ids: array[int] | None = None) -> None:
+        """Let a request wait; `token_ids` are its prompt's, if they are packed already. Raises ValueError for one that
+        could never run, or whose id is taken."""
         if request.request_id in self._lines:
             raise ValueError(f"request id {request.request_id!r} is in use; choose another")
         num_prompt = len(request.prompt_token_ids)
@@ -129,7 +131,7 @@ class Scheduler:
                 "shorten it, or give the cache more memory (cache_memory_gib, num_blocks)"
             )
         seed = self._seeds.getrandbits(63)
-        self._lines.join(Sequence.of(request, self._num_added, self._eos_token_ids, seed, self._longest))
+        self._lines.join(Sequence.of(request, self._num_added, self._eos_token_ids, seed, self._longest, token_ids))
         self._num_added += 1
 
     def abort(self, request_id: str, reason: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
@@ -37,8 +38,8 @@ class Sequence:
     """Of arrival. The smaller one goes first, always."""
     params: SamplingParams
     """As the runner gets them: the seed is set, `stop_token_ids` are all ids that end the sequence."""
-    token_ids: list[int]
-    """The prompt and all tokens that were handed out."""
+    token_ids: array[int]
+    """The prompt and all tokens that were handed out, of 64 bits."""
     num_prompt: int
     max_len: int
     """Prompt and output together never get longer."""
@@ -57,8 +58,17 @@ class Sequence:
     _stop_ids: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, request: Request, order: int, stop_ids: Tokens[int], seed: int, max_len: int) -> Sequence:
-        """`seed` counts when the request brings none; `max_len` is the longest a sequence may get."""
+    def of(
+        cls,
+        request: Request,
+        order: int,
+        stop_ids: Tokens[int],
+        seed: int,
+        max_len: int,
+        token_ids: array[int] | None = None,
+    ) -> Sequence:
+        """`seed` counts when the request brings none; `max_len` is the longest a sequence may get; `token_ids` are the
+        prompt's, if they are packed already."""
         params, num_prompt = request.params, len(request.prompt_token_ids)
         stop_ids = sorted({*params.stop_token_ids, *(() if params.ignore_eos else stop_ids)})
         return cls(
@@ -67,7 +77,7 @@ class Sequence:
             params=msgspec.structs.replace(
                 params, seed=seed if params.seed is None else params.seed, stop_token_ids=tuple(stop_ids)
             ),
-            token_ids=list(request.prompt_token_ids),
+            token_ids=array("q", request.prompt_token_ids if token_ids is None else token_ids),
             num_prompt=num_prompt,
             max_len=max_len if params.max_tokens is None else min(max_len, num_prompt + params.max_tokens),
             salt=_salt(request.cache_salt),
@@ -157,7 +167,7 @@ class Sequence:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         return Seating(
             seat=self.seat,
-            token_ids=list(self.token_ids),
+            token_ids=self.token_ids.tobytes(),
             num_prompt=self.num_prompt,
             params=params,
             blocks=tuple(self.lease.blocks),
@@ -195,7 +205,7 @@ class Sequence:
         return Ending("length") if len(self.token_ids) >= self.max_len else None
 
     def _speak(self, num_new: int, result: RowResult, ending: Ending | None) -> Output:
-        output = Output(request_id=self.request_id, token_ids=self.token_ids[len(self.token_ids) - num_new :])
+        output = Output(request_id=self.request_id, token_ids=self.token_ids[len(self.token_ids) - num_new :].tolist())
         if result.logprobs is not None:
             output.logprobs = result.logprobs[:num_new]
         if not self.has_spoken:

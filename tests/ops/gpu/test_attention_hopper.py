@@ -135,3 +135,31 @@ def test_without_a_gate_and_twice_the_same() -> None:
     assert error(plain * rows.gate.float().sigmoid(), gated.double()) <= 1e-2
     again = rows.run(False, partial(chunk, config=HopperConfig()))
     assert torch.equal(again.float(), plain)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("tokens", [1, 16, 40, 129, 500])
+def test_short_pieces_behind_long_contexts(tokens: int, config: HopperConfig) -> None:
+    """Their contexts are cut into parts."""
+    for least in (1, config.least):
+        check(rows_of([9000], [tokens]), config._replace(least=least))
+    check(rows_of([3000, 5, 0, 20_000, 64], [tokens, 20, 3, 7, 1], padding=(2,)), config)
+
+
+def test_parts_do_not_follow_from_padding() -> None:
+    config = HopperConfig(slack=8, held=64)
+    alone = rows_of([6000], [70])
+    rows = rows_of([0, 6000, 0], [30, 70, 90], padding=(0, 2))
+    block_table = rows.layout.block_table.clone()
+    block_table[1] = alone.layout.block_table[0]
+    kv_index = rows.layout.kv_index.clone()
+    kv_index[30:100] = alone.layout.kv_index
+    rows.layout = dataclasses.replace(rows.layout, block_table=block_table, kv_index=kv_index, memo={})
+    rows.memory, rows.pool, rows.cos_sin = alone.memory, alone.pool, alone.cos_sin
+    rows.q_weight, rows.k_weight = alone.q_weight, alone.k_weight
+    for name in ("q", "k", "v", "gate"):
+        getattr(rows, name)[30:100] = getattr(alone, name)
+    found, expected = (x.run(chunk=partial(chunk, config=config)) for x in (rows, alone))
+    assert torch.equal(found[30:100], expected)
+    uncut = alone.run(chunk=partial(chunk, config=config._replace(least=0)))
+    assert not torch.equal(uncut, expected), "nothing was cut"

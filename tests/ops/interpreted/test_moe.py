@@ -52,6 +52,24 @@ def test_route(tokens: int, num_experts: int, top_k: int, renormalize: bool, sha
         torch.testing.assert_close(weights[:, top_k], scores[:, -1].sigmoid())
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_padding_goes_where_the_first_tokens_go(shared: bool) -> None:
+    scores = torch.randn(40, 33)
+    x = torch.randn(40, 256)
+    place = torch.where(torch.rand(40) < 0.5, -1, torch.arange(40))
+    place[0], place[[5, 16, 21]] = 7, -1
+    mate = torch.arange(40) % 16
+    source = torch.where(place >= 0, torch.arange(40), torch.where(place[mate] >= 0, mate, 0))
+    weights, ids, _ = triton_route.route(scores, 4, True, shared)
+    found = triton_route.route(scores, 4, True, shared, place_T=place)
+    both = triton_route.route_and_quantize(scores, x, 4, True, shared, place_T=place)
+    for some in (found, both):
+        assert torch.equal(some[0], weights[source])
+        assert torch.equal(some[1], ids[source])
+    plain = triton_route.route_and_quantize(scores, x, 4, True, shared)
+    assert torch.equal(both[3][0].view(torch.int8), plain[3][0].view(torch.int8)), "inputs are each token's own"
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_routes_of_bf16_scores() -> None:
     scores = torch.randn(3, 513).bfloat16()

@@ -2,8 +2,10 @@
 together. `triton_hopper` computes the parts. Knows blocks of a context; knows neither keys nor values.
 
 How many parts a tile has depends on the rows' lengths and contexts alone, so that padding changes no bit: all tiles of
-rows with a context get as many as give every multiprocessor one part, or two where that is much more even, but none has
-fewer than `least` blocks. A tile in one part is finished where it is computed.
+rows with a context get as many as give every multiprocessor one part, or two where that is much more even; fewer where
+contexts are short, since a part more costs as much as a block; and one where fewer than `least` blocks would be
+saved (on an H200 two launches and their sums cost as much as 24 blocks). A tile in one part is finished where it is
+computed.
 
 Bytes: 2 x 4 per part, query and dimension.
 
@@ -39,6 +41,13 @@ def parts_of(tiles, target):
     tiles = tl.maximum(tiles, 1)
     once, twice = target // tiles, 2 * target // tiles
     return tl.where((once < 4) & (twice > 2 * once), twice, once)
+
+
+@triton.jit
+def share_of(most, blocks, least):
+    """Parts of a tile of a row with so many blocks."""
+    share = tl.minimum(tl.minimum(most, blocks // tl.maximum(least // 6, 1)), 8 + blocks // 32)
+    return tl.where(blocks * (share - 1) >= least * share, tl.maximum(share, 1), 1)
 
 
 @triton.jit(
@@ -91,7 +100,7 @@ def join_kernel(
         start = tl.load(cu_ptr + row, mask=row < num_rows, other=0)
         length = tl.load(cu_ptr + row + 1, mask=row < num_rows, other=0) - start
         context = tl.load(context_ptr + row, mask=row < num_rows, other=0)
-        share = tl.maximum(tl.minimum(most, tl.cdiv(context, BLOCK) // least), 1)
+        share = share_of(most, tl.cdiv(context, BLOCK), least)
         unit += tl.sum(tl.where(row < own, tl.cdiv(length, TILE) * share, 0))
         parts += tl.sum(tl.where(row == own, share, 0))
     place = token - tl.load(cu_ptr + own)

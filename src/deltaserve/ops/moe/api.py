@@ -44,6 +44,7 @@ def sparse_moe(
     ready: Ready | None = None,
     adds_up: bool = True,
     shared: tuple[Tensor, Tensor] | None = None,
+    place: Tensor | None = None,
 ) -> Tensor:
     """Routes each token and sums its experts, the shared one among them if the arrays hold it or it is given apart.
 
@@ -55,6 +56,9 @@ def sparse_moe(
     adds_up      -             -              if not, what is returned may be [T, K, D] of x's dtype or fp32: rows yet
                                               to be summed, as `add_gemma_rms_norm` does
     shared       -             as x           of a shared expert that is apart: gate and up [2S, D], down [D, S]
+    place        [T]           int64          of a padded step: below 0 for padding, whose output does not matter. A GPU
+                                              sends it where the step's first tokens go, so that no further experts are
+                                              read for it; token 0 is none
     returns      [T, D]        as x           with the shared expert times `sigmoid(gate)` if there are E + 1 or it is
                                               given apart
     """
@@ -66,7 +70,8 @@ def sparse_moe(
         from deltaserve.ops.moe import gpu
 
         _check(x_TD, w13, w2, w13_scale, w2_scale)
-        return gpu.sparse_moe(x_TD, scores_TF, w13, w2, top_k, renormalize, w13_scale, w2_scale, ready, adds_up)
+        held = w13, w2, top_k, renormalize, w13_scale, w2_scale
+        return gpu.sparse_moe(x_TD, scores_TF, *held, ready, adds_up, place)
     weights_TK, ids_TK = route(scores_TF[:, :-1], top_k, renormalize)
     if num_held > num_experts:
         weights_TK = torch.cat([weights_TK, scores_TF[:, -1:].sigmoid().to(weights_TK.dtype)], 1)

@@ -22,6 +22,7 @@ def sparse_moe(
     w2_scale: Tensor | None,
     ready: Ready | None = None,
     adds_up: bool = True,
+    place_T: Tensor | None = None,
 ) -> Tensor:
     """As api.sparse_moe, for T of at least 0. Weights must be contiguous."""
     from deltaserve.ops.moe import triton_groups, triton_members, triton_pairs, triton_route
@@ -34,13 +35,13 @@ def sparse_moe(
     shared = w13.shape[0] == scores_TF.shape[1]
     if tokens <= triton_pairs.MAX_TOKENS:
         if w13_scale is None or ready is not None:
-            weights_TK, ids_TK, _ = triton_route.route(scores_TF, top_k, renormalize, shared)
+            weights_TK, ids_TK, _ = triton_route.route(scores_TF, top_k, renormalize, shared, None, place_T)
         else:
-            routed = triton_route.route_and_quantize(scores_TF, x_TD, top_k, renormalize, shared)
+            routed = triton_route.route_and_quantize(scores_TF, x_TD, top_k, renormalize, shared, None, place_T)
             weights_TK, ids_TK, _, ready = routed
         h_PI = triton_pairs.gate_up(x_TD, w13, w13_scale, ids_TK, shared, ready=ready)
         return triton_pairs.down(h_PI, w2, w2_scale, weights_TK, ids_TK)
-    weights_TK, ids_TK, count = triton_route.route(scores_TF, top_k, renormalize, shared)
+    weights_TK, ids_TK, count = triton_route.route(scores_TF, top_k, renormalize, shared, None, place_T)
     held = w13, w2, w13_scale, w2_scale
     y_TKD = triton_groups.grouped(x_TD, *held, weights_TK, ids_TK, count, shared=shared, ready=ready)
     if not adds_up:

@@ -20,6 +20,9 @@ NONE: tl.constexpr = tl.constexpr(-(1 << 62))
 PART: tl.constexpr = tl.constexpr(512)
 """Inputs that a program quantises."""
 
+MATES: tl.constexpr = tl.constexpr(16)
+"""First tokens of a step, whose experts padding shares."""
+
 
 @triton.jit
 def quantize_part(x_ptr, q_ptr, scale_ptr, t, part, WIDTH: tl.constexpr, FP8: tl.constexpr):
@@ -32,7 +35,7 @@ def quantize_part(x_ptr, q_ptr, scale_ptr, t, part, WIDTH: tl.constexpr, FP8: tl
     tl.store(scale_ptr + t * ((WIDTH + 127) // 128) + block, scale, mask=block * 128 < WIDTH)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["place_ptr"])
 def route_kernel(
     scores_ptr,
     weights_ptr,
@@ -41,6 +44,7 @@ def route_kernel(
     x_ptr,
     q_ptr,
     scale_ptr,
+    place_ptr,
     stride,
     E: tl.constexpr,
     K: tl.constexpr,
@@ -50,6 +54,7 @@ def route_kernel(
     SHARED: tl.constexpr,
     INPUTS: tl.constexpr,
     FP8: tl.constexpr,
+    IS_PADDED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
@@ -62,7 +67,12 @@ def route_kernel(
     if t == 0:
         tl.store(count_ptr, 0)
     e = tl.arange(0, EP)
-    s = tl.load(scores_ptr + t * stride + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    source = t
+    if IS_PADDED:  # spread, so that no expert gets more pairs than fit beside those that it has
+        mate = tl.where(tl.load(place_ptr + t % MATES) < 0, 0, t % MATES)
+        source = tl.where(tl.load(place_ptr + t) < 0, mate, t)
+    scores_ptr += source * stride
+    s = tl.load(scores_ptr + e, mask=e < E, other=float("-inf")).to(tl.float32)
     s = tl.where(s == 0, 0.0, s)  # -0 equals 0
     # An integer that orders as the scores do, and of equals the lowest expert first; a NaN's bits are a number like
     # any other, so that ids are valid whatever comes.
@@ -93,7 +103,7 @@ def route_kernel(
     total = tl.sum(weights, 0) if RENORMALIZE else tl.sum(tl.where(e < E, tl.exp(s - top), 0.0), 0)
     weights = weights / total
     if SHARED:
-        gate = tl.load(scores_ptr + t * stride + E).to(tl.float32)
+        gate = tl.load(scores_ptr + E).to(tl.float32)
         weights = tl.where(place == K, 1.0 / (1.0 + tl.exp(-gate)), weights)
     WIDTH: tl.constexpr = K + 1 if SHARED else K
     tl.store(weights_ptr + t * WIDTH + place, weights, mask=place < WIDTH)
@@ -101,25 +111,42 @@ def route_kernel(
 
 
 def route(
-    scores_TF: Tensor, top_k: int, renormalize: bool, shared: bool, early: bool | None = None
+    scores_TF: Tensor,
+    top_k: int,
+    renormalize: bool,
+    shared: bool,
+    early: bool | None = None,
+    place_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """scores [T, E + 1], its last column the shared expert's gate, rows at any stride.
+    """scores [T, E + 1], its last column the shared expert's gate, rows at any stride; place as api.sparse_moe says.
 
     Returns weights float32 and ids int32 [T, top_k, or one more where the shared expert is the expert E], and an int32
     that is zero, for `triton_members.group`.
     """
-    return _launch(scores_TF, None, top_k, renormalize, shared, early)[:3]
+    return _launch(scores_TF, None, top_k, renormalize, shared, early, place_T)[:3]
 
 
 def route_and_quantize(
-    scores_TF: Tensor, x_TD: Tensor, top_k: int, renormalize: bool, shared: bool, early: bool | None = None
+    scores_TF: Tensor,
+    x_TD: Tensor,
+    top_k: int,
+    renormalize: bool,
+    shared: bool,
+    early: bool | None = None,
+    place_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """As `route`, and x [T, D] as e4m3 [T, D] and float32 scales [T, d]."""
-    return _launch(scores_TF, x_TD.contiguous(), top_k, renormalize, shared, early)
+    return _launch(scores_TF, x_TD.contiguous(), top_k, renormalize, shared, early, place_T)
 
 
 def _launch(
-    scores_TF: Tensor, x_TD: Tensor | None, top_k: int, renormalize: bool, shared: bool, early: bool | None
+    scores_TF: Tensor,
+    x_TD: Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    shared: bool,
+    early: bool | None,
+    place_T: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     tokens, num_experts = scores_TF.shape[0], scores_TF.shape[1] - 1
     assert scores_TF.stride(1) == 1, f"moe: scores with strides {scores_TF.stride()}"
@@ -142,6 +169,7 @@ def _launch(
         scores_TF if x_TD is None else x_TD,
         out,
         scale,
+        ids if place_T is None else place_T,
         scores_TF.stride(0),
         E=num_experts,
         K=top_k,
@@ -151,6 +179,7 @@ def _launch(
         SHARED=shared,
         INPUTS=width,
         FP8=way,
+        IS_PADDED=place_T is not None,
         num_warps=1,
         **early_options(device, early, tokens),
     )
