@@ -8,7 +8,8 @@ stores. A warp holds whole columns, so that sums over keys, two in one pass over
 
 Value heads of one key head each convolve its query and key, which costs a few hundred loads. Only one may write their
 window, and not before all have read it, since a window may be kept where it was read: the last of them to arrive, by a
-counter, writes it. What belongs to one value head alone is written by its program.
+counter, writes it. What belongs to one value head alone is written by its program. Query and key are one
+vector, of as many numbers as there are threads: of fewer, the compiler has every thread compute all that it needs.
 
 A kernel variant follows from the model's shapes, the dtypes, and whether rows have one token, several, or differ.
 """
@@ -76,9 +77,9 @@ def _convolved(x0, x1, x2, x3, w0, w1, w2, w3):
 
 
 @triton.jit
-def _over_keys(x, OUTER: tl.constexpr, INNER: tl.constexpr):
-    """Sums of [OUTER, BV / SV, INNER, SV], those within threads first: the longer of the two axes is in registers."""
-    return tl.sum(tl.sum(x, 0), 1) if OUTER > INNER else tl.sum(tl.sum(x, 2), 0)
+def _over_keys(x, OUTER_FIRST: tl.constexpr):
+    """Sums of [BK / SK, BV / SV, SK, SV], those within threads first."""
+    return tl.sum(tl.sum(x, 0), 1) if OUTER_FIRST else tl.sum(tl.sum(x, 2), 0)
 
 
 @triton.jit
@@ -125,6 +126,7 @@ def step_kernel(
     BV: tl.constexpr,
     SK: tl.constexpr,
     SV: tl.constexpr,
+    OUTER_FIRST: tl.constexpr,
     ONE: tl.constexpr,
     RAGGED: tl.constexpr,
     FP8: tl.constexpr,
@@ -134,8 +136,6 @@ def step_kernel(
     says if RAGGED, or `length`. FP8: whether, and how, outputs are stored quantised as well: V is then 128 times a
     power of two, and scales are [blocks, q_stride]."""
     let_next_start(EARLY)
-    if not ONE:  # of several tokens, what could be read before does not fit the registers
-        wait_for_inputs(EARLY)
     C: tl.constexpr = 2 * KH * K + VH * V
     GROUP: tl.constexpr = VH // KH
     head = tl.program_id(0)
@@ -168,31 +168,27 @@ def step_kernel(
     in_v_read = v_index < tl.minimum(k_read * V, V)
     state = tl.load(read + ahead, mask=in_k & in_v_read[None, :, None, :], other=0).to(tl.float32)
 
-    k_index = tl.arange(0, BK)
-    is_key = k_index < K
-    q_channel = key_head * K + k_index
-    k_channel = KH * K + q_channel
+    # Query and key side by side.
+    pair_index = tl.arange(0, 2 * BK)
+    is_pair = pair_index % BK < K
+    pair_channel = (pair_index // BK) * (KH * K) + key_head * K + pair_index % BK
     v_channel = 2 * KH * K + head * V + v_index
     window = conv_pool + slot * (3 * C)
-    is_key_read = k_index < k_read
-    q0, q1, q2 = _window(window, q_channel, is_key_read, C)
-    k0, k1, k2 = _window(window, k_channel, is_key_read, C)
+    p0, p1, p2 = _window(window, pair_channel, pair_index % BK < k_read, C)
     v0, v1, v2 = _window(window, v_channel, in_v_read, C)
-    qw0, qw1, qw2, qw3 = _taps(weight, q_channel, is_key, C)
-    kw0, kw1, kw2, kw3 = _taps(weight, k_channel, is_key, C)
+    pw0, pw1, pw2, pw3 = _taps(weight, pair_channel, is_pair, C)
     vw0, vw1, vw2, vw3 = _taps(weight, v_channel, in_v, C)
     decay_rate = tl.load(A_log + head).to(tl.float32)
     decay_bias = tl.load(dt_bias + head).to(tl.float32)
     gain = tl.load(norm_weight + v_index, mask=in_v, other=0).to(tl.float32)
 
-    if ONE:
-        wait_for_inputs(EARLY)
+    wait_for_inputs(EARLY)
+    lane = tl.arange(0, BK)
     earlier = tl.zeros([BK], tl.int32)
     keep = slot
     token = first if ONE else tl.where(tokens > 0, first, tl.maximum(first - 1, 0))  # any, if the row has none
     next_keep = tl.load(write_slot + token)
-    next_q = tl.load(mixed + token * mixed_stride + q_channel, mask=is_key, other=0)
-    next_k = tl.load(mixed + token * mixed_stride + k_channel, mask=is_key, other=0)
+    next_p = tl.load(mixed + token * mixed_stride + pair_channel, mask=is_pair, other=0)
     next_v = tl.load(mixed + token * mixed_stride + v_channel, mask=in_v, other=0)
     next_gate = tl.load(z + token * z_stride + head * V + v_index, mask=in_v, other=0)
     next_forget = tl.load(a + token * a_stride + head)
@@ -200,42 +196,42 @@ def step_kernel(
     for i in range(tokens):
         token = first + i
         keep = next_keep
-        q3, k3, v3, gate, forget, write = next_q, next_k, next_v, next_gate, next_forget, next_write
-        if not ONE:
-            # The next token's, which come while this one is computed; after the last, the last one's again.
-            ahead_token = tl.minimum(token + 1, first + tokens - 1)
-            next_keep = tl.load(write_slot + ahead_token)
-            next_q = tl.load(mixed + ahead_token * mixed_stride + q_channel, mask=is_key, other=0)
-            next_k = tl.load(mixed + ahead_token * mixed_stride + k_channel, mask=is_key, other=0)
-            next_v = tl.load(mixed + ahead_token * mixed_stride + v_channel, mask=in_v, other=0)
-            next_gate = tl.load(z + ahead_token * z_stride + head * V + v_index, mask=in_v, other=0)
-            next_forget = tl.load(a + ahead_token * a_stride + head)
-            next_write = tl.load(b + ahead_token * b_stride + head)
+        p3, v3, gate, forget, write = next_p, next_v, next_gate, next_forget, next_write
         decay = tl.exp(log_decay(forget.to(tl.float32), decay_rate, decay_bias))
         beta = 1 / (1 + tl.exp(-write.to(tl.float32)))
-        query = _convolved(q0, q1, q2, q3, qw0, qw1, qw2, qw3)
-        key = _convolved(k0, k1, k2, k3, kw0, kw1, kw2, kw3)
+        pair = _convolved(p0, p1, p2, p3, pw0, pw1, pw2, pw3)
+        query, key = tl.split(tl.trans(tl.reshape(pair, [2, BK])))
         value = _convolved(v0, v1, v2, v3, vw0, vw1, vw2, vw3)
         # S^T q of the state after the update is taken before it: so the state is passed over once for both sums, which
         # end in each warp. What makes lengths 1 is made up for afterwards.
         of_query, of_key, alike = tl.reduce((query * query, key * key, query * key), 0, _add_three)
-        if ONE and GROUP > 1:
+        if GROUP > 1:
             # The sums hold all of query's and key's windows that this program reads: all have come before it counts.
-            # One thread does, and what it learns is needed at the end only.
+            # One thread does, and what it learns is needed at the end of the first token only.
             counts = tl.where(of_query + of_key < 0, 0, 1) + tl.zeros([BK], tl.int32)
             counter = arrivals + row * KH + key_head + tl.zeros([BK], tl.int32)
-            earlier = tl.atomic_add(counter, counts, mask=k_index == 0, sem="relaxed")
+            counted = tl.atomic_add(counter, counts, mask=(lane == 0) & (i == 0), sem="relaxed")
+            earlier = tl.where(i == 0, counted, earlier)
         of_query = tl.rsqrt(of_query + 1e-6) * (K**-0.5)
         of_key = tl.rsqrt(of_key + 1e-6)
         alike *= of_query * of_key
         query = tl.reshape(query, [BK // SK, SK])[:, None, :, None]
         key = tl.reshape(key, [BK // SK, SK])[:, None, :, None]
-        along_key = _over_keys(state * key, BK // SK, SK) * (of_key * decay)
-        along_query = _over_keys(state * query, BK // SK, SK) * (of_query * decay)
+        along_key = _over_keys(state * key, OUTER_FIRST) * (of_key * decay)
+        along_query = _over_keys(state * query, OUTER_FIRST) * (of_query * decay)
         update = beta * (value - along_key)
         o = along_query + update * alike
         state = state * decay + key * (update * of_key)[None, :, None, :]
 
+        if not ONE:
+            # The next token's, which come while this one is stored; after the last, the last one's again.
+            ahead_token = tl.minimum(token + 1, first + tokens - 1)
+            next_keep = tl.load(write_slot + ahead_token)
+            next_p = tl.load(mixed + ahead_token * mixed_stride + pair_channel, mask=is_pair, other=0)
+            next_v = tl.load(mixed + ahead_token * mixed_stride + v_channel, mask=in_v, other=0)
+            next_gate = tl.load(z + ahead_token * z_stride + head * V + v_index, mask=in_v, other=0)
+            next_forget = tl.load(a + ahead_token * a_stride + head)
+            next_write = tl.load(b + ahead_token * b_stride + head)
         if keep >= 0:
             kept = state_pool + (keep.to(tl.int64) * VH + head) * (K * V) + place
             tl.store(kept + ahead, state.to(state_pool.dtype.element_ty), mask=in_state)
@@ -250,39 +246,18 @@ def step_kernel(
             tl.store(at, stored(tl.reshape(q, (BV,)), FP8))
             block = head * (V // 128) + tl.arange(0, BV // 128)
             tl.store(q_scale + block.to(tl.int64) * q_stride + token, q_scales)
-        q0, q1, q2 = q1, q2, q3
-        k0, k1, k2 = k1, k2, k3
+        p0, p1, p2 = p1, p2, p3
         v0, v1, v2 = v1, v2, v3
 
-    key_write = K
-    if GROUP > 1:
-        if ONE:
-            earlier = tl.sum(tl.where(k_index == 0, earlier, 0), 0)
-        else:
-            # Every window that this program reads has come: its outputs depend on it. So the counter orders no more.
-            tl.debug_barrier()
-            earlier = tl.atomic_add(arrivals + row * KH + key_head, 1, sem="relaxed")
-        key_write = tl.where(earlier % GROUP == GROUP - 1, K, 0)
-    if not ONE:
-        q0, q1, q2 = _window(window, q_channel, is_key_read, C)
-        k0, k1, k2 = _window(window, k_channel, is_key_read, C)
-        v0, v1, v2 = _window(window, v_channel, in_v_read, C)
-        tl.debug_barrier()
-    for i in range(tokens):
-        if not ONE:
-            token = first + i
-            keep = tl.load(write_slot + token)
-            q0, q1, q2 = q1, q2, tl.load(mixed + token * mixed_stride + q_channel, mask=is_key, other=0)
-            k0, k1, k2 = k1, k2, tl.load(mixed + token * mixed_stride + k_channel, mask=is_key, other=0)
-            v0, v1, v2 = v1, v2, tl.load(mixed + token * mixed_stride + v_channel, mask=in_v, other=0)
+        key_write = K
+        if GROUP > 1:
+            order = tl.sum(tl.where(lane == 0, earlier, 0), 0)
+            key_write = tl.where(order % GROUP == GROUP - 1, K, 0)
         window = conv_pool + tl.where(keep >= 0, keep, 0).to(tl.int64) * (3 * C)
-        is_written = k_index < tl.where(keep >= 0, key_write, 0)
-        tl.store(window + q_channel, q0, mask=is_written)
-        tl.store(window + C + q_channel, q1, mask=is_written)
-        tl.store(window + 2 * C + q_channel, q2, mask=is_written)
-        tl.store(window + k_channel, k0, mask=is_written)
-        tl.store(window + C + k_channel, k1, mask=is_written)
-        tl.store(window + 2 * C + k_channel, k2, mask=is_written)
+        is_written = pair_index % BK < tl.where(keep >= 0, key_write, 0)
+        tl.store(window + pair_channel, p0, mask=is_written)
+        tl.store(window + C + pair_channel, p1, mask=is_written)
+        tl.store(window + 2 * C + pair_channel, p2, mask=is_written)
         is_written_v = v_index < tl.where(keep >= 0, V, 0)
         tl.store(window + v_channel, v0, mask=is_written_v)
         tl.store(window + C + v_channel, v1, mask=is_written_v)
@@ -304,6 +279,7 @@ def tile(k_dim: int, v_dim: int, state_bytes: int) -> dict[str, Any]:
     A load of a warp is a few rows of SV columns, 16 bytes a thread: 128 bytes of fp32 a row. At 128 x 128 four warps
     hold 128 numbers a thread; more warps are slower in every batch. Triton gives the threads of a warp the last axis
     and then, among equals, the last again, versions before 3.9 the first: so the few rows are the axis that it takes.
+    OUTER_FIRST: the other one, which lies within threads, is the outer.
     """
     block_k, block_v = (max(16, triton.next_power_of_2(width)) for width in (k_dim, v_dim))
     columns = min(block_v, 32, max(4, 4096 // block_k))
@@ -315,6 +291,7 @@ def tile(k_dim: int, v_dim: int, state_bytes: int) -> dict[str, Any]:
         "BV": block_v,
         "SK": rows if takes_last else block_k // rows,
         "SV": columns,
+        "OUTER_FIRST": takes_last,
         "num_warps": min(16, block_v // columns),
     }
 
