@@ -151,6 +151,7 @@ FENCES: dict[str, tuple[str, tuple[str, ...]]] = {
             "ops/layout.py",
             "ops/gated_delta/*",
             "ops/conv/*",
+            "ops/places/*",
             "ops/attention/*",
             "*/metrics.py",
         ),

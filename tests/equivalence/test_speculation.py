@@ -277,10 +277,10 @@ class Finite:
     def __init__(self, sampler: Sampler) -> None:
         self.sampler, self.count = sampler, 0
 
-    def draft(self, logits_BV: Tensor, seats: Sequence[int], positions: Tensor) -> Tensor:
+    def draft(self, logits_BV: Tensor, seats: Sequence[int], positions: Tensor, behind: int) -> Tensor:
         assert bool(logits_BV.isfinite().all())
         self.count += len(seats)
-        return self.sampler.draft(logits_BV, seats, positions)
+        return self.sampler.draft(logits_BV, seats, positions, behind)
 
 
 @pytest.mark.parametrize("late", [None, "eager", "graphs"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deltaserve.ops.sampling import triton_draw, triton_greedy
+from deltaserve.ops.sampling import triton_draw, triton_greedy, triton_right
 from tests.ops.compiled import TARGETS, compile_for
 
 VOCAB, SLICE = 151_936, triton_greedy.SLICE
@@ -36,6 +36,13 @@ def test_greedy(target: str) -> None:
     assembly = assert_fits(target, triton_greedy.slice_kernel, WHOLE, {"token_ptr": "*i32"})
     assert target == "gfx942" or "ld.global.v4.b32" in assembly
     assert_fits(target, triton_greedy.join_kernel, SIZES)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_guesses_and_noise(target: str) -> None:
+    types = {"ok_ptr": "*u8", "share_ptr": "*fp64", "out_ptr": "*fp64"}
+    for kernel in (triton_right.right_kernel, triton_right.uniform_kernel, triton_right.pretend_kernel):
+        assert_fits(target, kernel, {"ROWS": triton_right.ROWS}, types)
 
 
 @pytest.mark.parametrize("target", TARGETS)

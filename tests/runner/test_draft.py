@@ -79,10 +79,10 @@ class Recorder:
         self.sampler = sampler
         self.step: dict[int, list[tuple[int, Tensor, int]]] = {}
 
-    def draft(self, logits_BV: Tensor, seats: Sequence[int], positions: Tensor) -> Tensor:
-        tokens = self.sampler.draft(logits_BV, seats, positions)
+    def draft(self, logits_BV: Tensor, seats: Sequence[int], positions: Tensor, behind: int) -> Tensor:
+        tokens = self.sampler.draft(logits_BV, seats, positions, behind)
         for row, seat in enumerate(seats):
-            drawn = (int(positions[row]), logits_BV[row].clone(), int(tokens[row]))
+            drawn = (int(positions[row]) + behind, logits_BV[row].clone(), int(tokens[row]))
             self.step.setdefault(seat, []).append(drawn)
         return tokens
 

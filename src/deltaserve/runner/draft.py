@@ -31,6 +31,7 @@ from torch import Tensor
 from deltaserve.core.plan import NO_SLOT, Plan, Seating
 from deltaserve.layers.context import ForwardContext
 from deltaserve.ops.layout import BLOCK, Layout
+from deltaserve.ops.places.api import note_guess
 from deltaserve.runner.draft_graphs import DraftGraphs, entry_layout
 from deltaserve.runner.inputs import Batch, Inputs, Numbers, Span, lay_out, start_later
 from deltaserve.runner.memory import Pools, blocks_of
@@ -96,7 +97,7 @@ class LookAhead:
         wanted = np.array([row.num_propose for row in plan.rows])
         if self._fits_graph(batch, entries) and sampled is not None and self.graphs is not None:
             rows = batch.graph_rows or 0
-            self.graphs.enter(rows, entries.first, sampled)
+            self.graphs.enter(rows, sampled.token_ids.shape[1], entries.first)
             self._draw_recorded(numbers.seats.tolist(), int(wanted.max()), rows)
         else:
             self._propose_any(batch, hidden_TD, sampled, entries, wanted)
@@ -169,12 +170,12 @@ class LookAhead:
         for place in range(number):
             if place:
                 graphs.chain(rows)
-            draft_B = self._draw(graphs.hidden[:count], seats, graphs.place[:count] + 1)
-            graphs.draft[:count].copy_(draft_B)
-            self.inputs.recent[:, 1 + place].index_copy_(0, seat_B, draft_B)
+            draft_B = self._draw(graphs.hidden[:count], seats, graphs.place[:count])
+            note_guess(draft_B, seat_B, self.inputs.recent, 1 + place, graphs.draft)
 
-    def _draw(self, hidden_BD: Tensor, seats: Sequence[int], position_B: Tensor) -> Tensor:
-        return self.sampler.draft(self.model.logits(hidden_BD), seats, position_B)
+    def _draw(self, hidden_BD: Tensor, seats: Sequence[int], place_B: Tensor) -> Tensor:
+        """What follows the entries at `place`."""
+        return self.sampler.draft(self.model.logits(hidden_BD), seats, place_B, behind=1)
 
     # ---- steps of any shape ----------------------------------------------------------------------------------------
 
@@ -212,11 +213,11 @@ class LookAhead:
         hidden_PD, position_P = ahead_TD.index_select(0, offset_P + behind_P), first_P + behind_P
         bounds = torch.arange(len(seats) + 1, dtype=torch.int32, device=hidden_TD.device)
         for place in range(most):
-            draft_P = self._draw(hidden_PD, seats.tolist(), position_P + 1)
+            draft_P = self._draw(hidden_PD, seats.tolist(), position_P)
             self.inputs.recent[:, 1 + place].index_copy_(0, seat_P, draft_P)
             if place < most - 1:
                 position_P = (position_P + 1).clamp(max=self.seats.max_len - 1)
-                layout = entry_layout(table_PN, position_P, None, first_key_P, bounds)
+                layout = entry_layout(table_PN, position_P, first_key_P, bounds)
                 hidden_PD = self.model.look_ahead(draft_P, hidden_PD, self._context(layout))
 
     def _enter(self, batch: Batch, hidden_TD: Tensor, sampled: Sampled | None, entries: Entries, rows: Ints) -> Tensor:

@@ -10,42 +10,35 @@ Shape letters: B rows, T tokens, D hidden width, N blocks of a row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deltaserve.layers.context import ForwardContext
 from deltaserve.ops.layout import BLOCK, Layout, Segment
+from deltaserve.ops.places.api import entries_of, next_entries, note_guess
+from deltaserve.ops.places.entries import Entries
+from deltaserve.ops.places.reference import kv_places
 from deltaserve.runner.graphs import StepGraphs, recorded
-from deltaserve.runner.inputs import kv_places
-from deltaserve.runner.sampling import Sampled
+from deltaserve.runner.inputs import Inputs
 from deltaserve.runner.staging import Ints, to_device
 
 
-def entry_layout(
-    table_BN: Tensor, position_T: Tensor, context_len_B: Tensor | None, first_key_B: Tensor, bounds: Tensor
-) -> Layout:
-    """Of rows of equally many entries, at `position`. A place without a block is written nowhere.
-
-    context_len: None for rows of one entry, where it follows from the position, and is 0 without a block.
-    """
+def entry_layout(table_BN: Tensor, position_B: Tensor, first_key_B: Tensor, bounds: Tensor) -> Layout:
+    """Of rows of one entry each, at `position`. A place without a block is written nowhere, and sees nothing."""
     rows = len(table_BN)
-    place_BL = (position_T // BLOCK).view(rows, -1)
-    block_T = table_BN.gather(1, place_BL).view(-1)
-    kv_index_T = kv_places(block_T, position_T)
-    if context_len_B is None:
-        context_len_B = torch.where(block_T >= 0, position_T + 1, 0).int()
-    none = torch.full_like(position_T, -1)
+    block_B = table_BN.gather(1, (position_B // BLOCK)[:, None]).view(-1)
+    none = torch.full_like(position_B, -1)
     return Layout(
-        segments=(Segment(True, 0, rows, 0, len(position_T), place_BL.shape[1], bounds),),
-        read_slot=none[:rows],
+        segments=(Segment(True, 0, rows, 0, rows, 1, bounds),),
+        read_slot=none,
         write_slot=none,
-        position=position_T,
+        position=position_B,
         block_table=table_BN,
-        kv_index=kv_index_T,
-        context_len=context_len_B,
+        kv_index=kv_places(block_B, position_B),
+        context_len=torch.where(block_B >= 0, position_B + 1, 0).int(),
         first_key=first_key_B,
     )
 
@@ -53,11 +46,12 @@ def entry_layout(
 class DraftGraphs:
     """Owns the tensors that pass from one graph to the next."""
 
-    def __init__(self, steps: StepGraphs) -> None:
-        self._steps, self._max_len = steps, steps.seats.max_len
+    def __init__(self, steps: StepGraphs, inputs: Inputs) -> None:
+        self._steps, self._inputs, self._max_len = steps, inputs, steps.seats.max_len
         rows, device = max(*steps.rows, 2), steps.device
-        self._token = torch.zeros(rows * max(steps.lengths), dtype=torch.int64, device=device)
-        self._num_tokens = torch.ones(rows, dtype=torch.int64, device=device)
+        self._sent = np.zeros(rows, dtype=np.int32)
+        """What stands in the next."""
+        self._none = torch.full((rows * max(steps.lengths),), -1, dtype=torch.int64, device=device)
         self._first_key = torch.zeros(rows, dtype=torch.int32, device=device)
         self._bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self.draft = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -78,19 +72,20 @@ class DraftGraphs:
                 steps.show_nothing(rows, rows * length)
                 self._enter[rows, length] = recorded(partial(self._run_enter, rows, length), steps)
             self._chain[rows] = recorded(partial(self._run_chain, rows), steps)
+        note_guess(self.draft[:1], self.seat[:1], self._inputs.recent, 0, self.draft)  # compiled while nobody waits
 
     @property
     def seat(self) -> Tensor:
         """[B] int64: of each row of the last step."""
         return self._steps.columns.seat
 
-    def enter(self, rows: int, first_key: Ints, sampled: Sampled) -> None:
-        """Behind the graph of so many rows: the entries of the tokens that were drawn."""
-        count, length = sampled.token_ids.shape
-        [first_key_B] = to_device(self._first_key.device, first_key)
-        self._token[: count * length].copy_(sampled.token_ids.reshape(-1))
-        self._num_tokens[:count].copy_(sampled.num_tokens)
-        self._first_key[:count].copy_(first_key_B)
+    def enter(self, rows: int, length: int, first_key: Ints) -> None:
+        """Behind the graph of rows of so many tokens each: the entries of the tokens that were drawn."""
+        count = len(first_key)
+        if not np.array_equal(self._sent[:count], first_key):
+            self._sent[:count] = first_key
+            [first_key_B] = to_device(self._first_key.device, self._sent[:count])
+            self._first_key[:count].copy_(first_key_B)
         self._enter[rows, length]()
 
     def chain(self, rows: int) -> None:
@@ -98,34 +93,36 @@ class DraftGraphs:
         self._chain[rows]()
 
     def _run_enter(self, rows: int, length: int) -> object:
-        steps, tokens = self._steps, rows * length
+        steps, inputs, tokens = self._steps, self._inputs, rows * length
         columns = steps.columns
-        table_BN = steps.block_table.index_select(0, columns.seat[:rows])
-        behind_T = columns.position[:tokens] + 1
-        context_len_B = columns.context_len[:rows]
-        context_len_B = torch.where(context_len_B > 0, context_len_B + 1, 0).clamp(max=self._max_len)
-        bounds, position_T = columns.bounds[: rows + 1], behind_T.clamp(max=self._max_len - 1)
-        layout = entry_layout(table_BN, position_T, context_len_B, self._first_key[:rows], bounds)
-        # What lies beyond the context is kept nowhere.
-        layout = replace(layout, kv_index=torch.where(behind_T < self._max_len, layout.kv_index, -1))
-        context = self._context(layout)
-        ahead_TD = steps.model.look_ahead(self._token[:tokens], steps.hidden[:tokens], context)
-        # A padding row's number is of an older step, which may have had longer rows.
-        num_tokens_B = self._num_tokens[:rows].clamp(max=length)
-        last_B = self._bounds[:rows] * length + num_tokens_B - 1
-        self.hidden[:rows].copy_(ahead_TD.index_select(0, last_B))
-        self.place[:rows].copy_(columns.position[:tokens:length] + num_tokens_B)
+        entries = entries_of(
+            *(columns.seat[:rows], steps.block_table, columns.position[:tokens], columns.context_len[:rows]),
+            *(inputs.num_given[:rows], self._max_len),
+        )
+        context = self._context(entries, columns.bounds[: rows + 1])
+        ahead_TD = steps.model.look_ahead(inputs.given[:tokens], steps.hidden[:tokens], context)
+        assert entries.last is not None, "rows have several entries"
+        torch.index_select(ahead_TD, 0, entries.last, out=self.hidden[:rows])
+        self.place[:rows].copy_(entries.place)
         return context
 
     def _run_chain(self, rows: int) -> object:
-        steps, place_B = self._steps, self.place[:rows]
-        place_B.copy_((place_B + 1).clamp(max=self._max_len - 1))
-        table_BN = steps.block_table.index_select(0, steps.columns.seat[:rows])
-        layout = entry_layout(table_BN, place_B, None, self._first_key[:rows], self._bounds[: rows + 1])
-        context = self._context(layout)
+        steps = self._steps
+        entries = next_entries(steps.columns.seat[:rows], steps.block_table, self.place[:rows], self._max_len)
+        context = self._context(entries, self._bounds[: rows + 1])
         self.hidden[:rows].copy_(steps.model.look_ahead(self.draft[:rows], self.hidden[:rows], context))
         return context
 
-    def _context(self, layout: Layout) -> ForwardContext:
-        pools = self._steps.pools
+    def _context(self, entries: Entries, bounds: Tensor) -> ForwardContext:
+        rows, tokens, pools = len(entries.place), len(entries.position), self._steps.pools
+        layout = Layout(
+            segments=(Segment(True, 0, rows, 0, tokens, tokens // rows, bounds),),
+            read_slot=self._none[:rows],
+            write_slot=self._none[:tokens],
+            position=entries.position,
+            block_table=entries.block_table,
+            kv_index=entries.kv_index,
+            context_len=entries.context_len,
+            first_key=self._first_key[:rows],
+        )
         return ForwardContext(layout=layout, kv=pools.kv, conv=pools.conv, state=pools.state)

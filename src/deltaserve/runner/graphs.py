@@ -25,9 +25,10 @@ from tqdm import tqdm
 
 from deltaserve.core.plan import Plan
 from deltaserve.layers.context import ForwardContext
-from deltaserve.ops.layout import BLOCK, Layout, Segment
+from deltaserve.ops.layout import Layout, Segment
+from deltaserve.ops.places.api import begin_rows, carry_hidden
 from deltaserve.runner.columns import Columns, Feed
-from deltaserve.runner.inputs import Batch, Numbers, Seats, kv_places
+from deltaserve.runner.inputs import Batch, Numbers, Seats
 from deltaserve.runner.memory import Pools
 from deltaserve.runner.model import Model
 from deltaserve.runner.staging import Ints, to_device
@@ -100,8 +101,6 @@ class StepGraphs:
         before = max(num_seats, 2) if pools.hidden else 0
         self._before = torch.zeros(before, hidden_size, dtype=dtype, device=self.device)
         self._replay: dict[Shape, Callable[[], ForwardContext]] = {}
-        self._start_later: dict[int, Callable[[], None]] = {}
-        """By the tokens of a row."""
         self.memory: Any = None
         """Which all graphs share."""
 
@@ -123,8 +122,6 @@ class StepGraphs:
         for shape in tqdm(self.shapes, desc="Recording graphs", disable=not progress):
             self.show_nothing(shape.rows, shape.tokens)
             self._replay[shape] = recorded(partial(self._forward, shape), self)
-        for length in self.lengths:
-            self._start_later[length] = recorded(partial(self._run_start_later, length), self)
 
     def show_nothing(self, rows: int, tokens: int) -> None:
         """The numbers of a step that is all padding."""
@@ -138,11 +135,8 @@ class StepGraphs:
             return None
         self._copy_blocks(numbers.seats)
         self._feed.send(numbers, shape.rows, shape.tokens)
-        later = None
-        if numbers.most_open:
-            self._start_later[shape.length]()
-            later = self._later[: len(numbers.counts)]
         context = self._replay[shape]()
+        later = self._later[: len(numbers.counts)] if numbers.most_open else None
         tokens, columns = int(numbers.row_starts[-1]), self._feed.columns
         last = None if shape.is_decode else columns.last
         rows = shape.rows if shape.is_decode else None
@@ -161,57 +155,43 @@ class StepGraphs:
         return Shape(rows, rows * length, True)
 
     def _forward(self, shape: Shape) -> ForwardContext:
-        columns, context = self._feed.columns, self._context(shape)
-        token_ids = columns.token[: shape.tokens]
-        if shape.is_decode:
-            recent_BL = self._recent.index_select(0, columns.seat[: shape.rows])[:, : shape.length]
-            token_ids = recent_BL.reshape(-1)
-            if self.pools.hidden:
-                columns.token[: shape.tokens].copy_(token_ids)
+        context = self._context(shape)
         hidden_TD = self.hidden[: shape.tokens]
-        hidden_TD.copy_(self.model(token_ids, context))
+        hidden_TD.copy_(self.model(self._feed.columns.token[: shape.tokens], context))
         if self.pools.hidden:
-            self._carry_hidden(context.layout, hidden_TD)
+            [hidden_SD], layout = self.pools.hidden, context.layout
+            slots = (layout.read_slot, layout.write_slot)
+            carry_hidden(hidden_SD, *slots, hidden_TD, self._before[: shape.rows], shape.is_decode)
         return context
-
-    def _run_start_later(self, length: int) -> None:
-        """Of rows of so many tokens: what the host could not know of their places. Rows without an open start, and
-        padding, keep theirs."""
-        columns, rows = self._feed.columns, len(self._later)
-        seat_B, position_BL = columns.seat[:rows], columns.position[: rows * length].view(rows, length)
-        torch.minimum(self._gained.index_select(0, seat_B), columns.num_open[:rows], out=self._later)
-        position_BL += self._later[:, None]
-        block_BL = self.block_table[seat_B[:, None], position_BL // BLOCK]
-        is_open_B1 = columns.num_open[:rows, None] > 0
-        kv_index_BL = columns.kv_index[: rows * length].view(rows, length)
-        kv_index_BL.copy_(torch.where(is_open_B1, kv_places(block_BL, position_BL), kv_index_BL))
-        columns.context_len[:rows] += self._later.int()
-        read_slot_B = columns.later_slot[:rows].gather(1, self._later[:, None]).squeeze(1)
-        columns.read_slot[:rows].copy_(torch.where(is_open_B1[:, 0], read_slot_B, columns.read_slot[:rows]))
-
-    def _carry_hidden(self, layout: Layout, hidden_TD: Tensor) -> None:
-        """As `Inputs.carry_hidden`, in fixed shapes."""
-        [hidden_SD] = self.pools.hidden
-        before_BD = self._before[: len(layout.read_slot)]
-        torch.index_select(hidden_SD, 0, layout.read_slot.clamp(min=0), out=before_BD)
-        slot_T = torch.where(layout.write_slot >= 0, layout.write_slot, len(hidden_SD) - 1)
-        hidden_SD.index_copy_(0, slot_T, hidden_TD)
 
     def _context(self, shape: Shape) -> ForwardContext:
         columns, rows, tokens = self._feed.columns, shape.rows, shape.tokens
         bounds = columns.bounds[: rows + 1]
+        if shape.is_decode:
+            table_BN = self._begin(rows, tokens)
+        else:
+            table_BN = self.block_table.index_select(0, columns.seat[:rows])
         layout = Layout(
             segments=(Segment(shape.is_decode, 0, rows, 0, tokens, shape.length, bounds),),
             read_slot=columns.read_slot[:rows],
             write_slot=columns.write_slot[:tokens],
             position=columns.position[:tokens],
-            block_table=self.block_table.index_select(0, columns.seat[:rows]),
+            block_table=table_BN,
             kv_index=columns.kv_index[:tokens],
             context_len=columns.context_len[:rows],
             # Tokens of a prompt's padding differ. Those of decoding rows' are alike, and choose experts alike.
             is_padded=not shape.is_decode,
         )
         return ForwardContext(layout=layout, kv=self.pools.kv, conv=self.pools.conv, state=self.pools.state)
+
+    def _begin(self, rows: int, tokens: int) -> Tensor:
+        """What the host could not know of extending rows; their blocks [B, N]."""
+        columns = self._feed.columns
+        return begin_rows(
+            *(columns.seat[:rows], self._recent, self._gained, self.block_table),
+            *(columns.num_open[:rows], columns.later_slot[:rows], columns.token[:tokens], columns.position[:tokens]),
+            *(columns.kv_index[:tokens], columns.context_len[:rows], columns.read_slot[:rows], self._later[:rows]),
+        )
 
     def _copy_blocks(self, seat_B: Ints) -> None:
         """Blocks that rows got since the device's table was last written. The first ones of a request replace all that

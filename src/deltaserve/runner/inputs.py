@@ -18,6 +18,8 @@ from torch import Tensor
 from deltaserve.core.plan import NO_SLOT, Plan, Row, Seating
 from deltaserve.layers.context import ForwardContext
 from deltaserve.ops.layout import BLOCK, Layout, Segment
+from deltaserve.ops.places import api as places
+from deltaserve.ops.places.reference import kv_places
 from deltaserve.runner.memory import Pools, blocks_of
 from deltaserve.runner.staging import Ints, to_device
 
@@ -201,6 +203,10 @@ class Inputs:
         of an older step; the last seat is nobody's."""
         self.gained = torch.zeros(len(seats.num_blocks) + 1, dtype=torch.int64, device=device)
         """[seats + 1] int64 on the device: as the seats' own, of the newest step."""
+        self.given = torch.zeros(self.recent.numel(), dtype=torch.int64, device=device)
+        self.num_given = torch.ones(len(self.recent), dtype=torch.int64, device=device)
+        """What the rows of the newest step have given, row after row: as many tokens of each as it could have given at
+        most, and how many are meant [seats + 1] int64."""
         self.runs_ahead = device.type != "cpu"
         """Steps are launched before the host knows the tokens of those before: they come from `recent`."""
 
@@ -248,11 +254,9 @@ class Inputs:
             return place, source
         return place[column > 0], source[column > 0]
 
-    def remember(self, seat_N: Tensor, token_ids_NJ: Tensor, num_tokens_N: Tensor) -> None:
-        """What the seats' rows have given, for the next step."""
-        newest_N = token_ids_NJ.gather(1, num_tokens_N[:, None] - 1).squeeze(1)
-        self.recent[:, 0].index_copy_(0, seat_N, newest_N)
-        self.gained.index_copy_(0, seat_N, num_tokens_N - 1)
+    def remember(self, seat_N: Tensor, outcome_NX: Tensor) -> None:
+        """What the seats' rows have given (`Sampled.outcome`), for the next step."""
+        places.remember(outcome_NX, seat_N, self.recent, self.gained, self.given, self.num_given)
 
     def carry_hidden(self, batch: Batch, hidden_TD: Tensor) -> Tensor | None:
         """Where the model has an MTP layer: the hidden state before each row's first token [B, D], and those after the
@@ -350,11 +354,6 @@ def start_later(layout: Layout, counts: Ints, later_B: Tensor, max_len: int) -> 
         context_len=(layout.context_len + later_B.int()).clamp(max=max_len),
         memo={},
     )
-
-
-def kv_places(block_T: Tensor, position_T: Tensor) -> Tensor:
-    """Where the keys of these positions are kept, by their blocks; -1 without a block."""
-    return torch.where(block_T >= 0, block_T.long() * BLOCK + position_T % BLOCK, -1)
 
 
 def tails(ends: Ints, lengths: Ints) -> Ints:

@@ -82,7 +82,7 @@ class Runner:
         self.graphs = graphs
         self.inputs.runs_ahead = True
         if self.look_ahead is not None:
-            self.look_ahead.graphs = DraftGraphs(graphs)
+            self.look_ahead.graphs = DraftGraphs(graphs, self.inputs)
             self.look_ahead.graphs.record()
 
     @torch.inference_mode()
@@ -167,17 +167,26 @@ class Runner:
             return None
         seats, firsts = self._firsts(numbers)
         counts = numbers.num_guesses[numbers.sampling]
-        drafts = tails(numbers.row_starts[1:][numbers.sampling], counts)
-        seat_N, draft_K = to_device(hidden_TD.device, seats, drafts)
-        guesses = Drafts(tuple(counts.tolist()), batch.token_ids.index_select(0, draft_K)) if len(drafts) else None
-        last_ND = hidden_TD if batch.last is None else hidden_TD[batch.last]
         positions: list[int] | Tensor = firsts.tolist()
-        if batch.later is not None:
-            row_N, first_N = to_device(hidden_TD.device, numbers.sampling, firsts)
-            positions = first_N + batch.later.index_select(0, row_N)
-        sampled = self.sampler.sample(self.model.logits(last_ND), seats.tolist(), positions, guesses)
+        behind, length = 0, int(numbers.counts[0])
+        is_alike = batch.graph_rows is not None and len(seats) == len(numbers.counts)
+        if self.graphs is not None and is_alike and bool((counts == length - 1).all()):  # all of it is on the device
+            columns = self.graphs.columns
+            seat_N, guess_K = columns.seat[: len(seats)], batch.token_ids.view(-1, length)[:, 1:].reshape(-1)
+            if batch.later is not None:
+                positions, behind = columns.position[: len(batch.token_ids) : length], 1
+        else:
+            drafts = tails(numbers.row_starts[1:][numbers.sampling], counts)
+            seat_N, draft_K = to_device(hidden_TD.device, seats, drafts)
+            guess_K = batch.token_ids.index_select(0, draft_K)
+            if batch.later is not None:
+                row_N, first_N = to_device(hidden_TD.device, numbers.sampling, firsts)
+                positions = first_N + batch.later.index_select(0, row_N)
+        guesses = Drafts(tuple(counts.tolist()), guess_K) if len(guess_K) else None
+        last_ND = hidden_TD if batch.last is None else hidden_TD[batch.last]
+        sampled = self.sampler.sample(self.model.logits(last_ND), seats.tolist(), positions, guesses, behind)
         if self.inputs.runs_ahead:
-            self.inputs.remember(seat_N, sampled.token_ids, sampled.num_tokens)
+            self.inputs.remember(seat_N, sampled.outcome)
         return sampled
 
     @staticmethod

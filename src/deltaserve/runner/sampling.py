@@ -8,16 +8,14 @@ depends neither on how many of its tokens came in one step nor on who shares the
 Order of operations on a row: repetition penalty, frequency and presence penalties, logit bias, the ban of min_tokens;
 then temperature, top-k, top-p, min-p; then the draw. A stage that no row of the step needs is not run.
 
-Shape letters: B requests of the step, R = sum(1 + drafts) rows, V vocabulary, J = 1 + the most drafts, S seats;
-P, D, C, N rows picked for a stage.
+Shape letters: B requests of the step, R = sum(1 + drafts) rows, V vocabulary, J = 1 + the most drafts, X = 2 + J,
+S seats; P, D, C, N rows picked for a stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from torch import Tensor
 from deltaserve.core.plan import RowResult, Seating
 from deltaserve.core.request import TokenLogprobs
 from deltaserve.ops.sampling import api as ops
+from deltaserve.runner import guess_rows
 from deltaserve.runner.seat_params import RowParams, Seat, SeatParams
 from deltaserve.runner.token_counts import send
 
@@ -56,33 +55,38 @@ class Drafts:
 class Sampled:
     """What one step drew, on the device until somebody asks.
 
-    Name          Shape    Dtype   Meaning
-    token_ids     [B, J]   int64   the new tokens
-    num_tokens    [B]      int64   how many of them are meant: accepted drafts + 1
-    ok            [B]      bool    the logits they came from were finite
+    Name          Shape      Dtype   Meaning
+    outcome       [B, 2+J]   int64   the columns that follow
+    num_tokens    [B]        int64   how many of the tokens are meant: accepted drafts + 1
+    ok            [B]        int64   1 if the logits that they came from were finite
+    token_ids     [B, J]     int64   the new tokens
     """
 
-    token_ids: Tensor
-    num_tokens: Tensor
-    ok: Tensor
+    outcome: Tensor
     logprobs: dict[int, tuple[int, int]]
     """Request (its number in the step) -> its first row in `logprob_columns`, and how many it asks for."""
     logprob_columns: tuple[Tensor, ...]
     _copied: list[_Copied] = field(default_factory=list, repr=False)
 
+    @property
+    def num_tokens(self) -> Tensor:
+        return self.outcome[:, 0]
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self.outcome[:, 2:]
+
     def start_copy(self) -> None:
         """Begin to copy to the host all that `results` needs, without waiting. Later calls do nothing."""
         if not self._copied:
-            # One copy instead of three.
-            table = torch.cat([self.num_tokens[:, None], self.ok[:, None].long(), self.token_ids], 1)
-            self._copied.append(_Copied.of([table, *self.logprob_columns]))
+            self._copied.append(_Copied.of([self.outcome, *self.logprob_columns]))
 
     def results(self) -> list[RowResult]:
         """Waits for the copy, no longer: tokens and logprobs, or the error, one per request."""
         self.start_copy()
-        table, *columns = self._copied[0].wait()
+        outcome, *columns = self._copied[0].wait()
         results = []
-        for request, (num_tokens, ok, *token_ids) in enumerate(table):
+        for request, (num_tokens, ok, *token_ids) in enumerate(outcome):
             if not ok:
                 results.append(RowResult(error=str(NonFiniteLogitsError())))
                 continue
@@ -121,14 +125,15 @@ class _Copied:
 class _Rows:
     """The rows of one step, request after request."""
 
-    def __init__(self, seats: Sequence[Seat], positions: Sequence[int] | Tensor, drafts: Drafts) -> None:
+    def __init__(self, seats: Sequence[Seat], positions: Sequence[int] | Tensor, drafts: Drafts, behind: int) -> None:
         counts = drafts.counts
         assert len(seats) == len(positions) == len(counts), (
             f"sampling: {len(seats)} seats, {len(positions)} positions, {len(counts)} counts of drafts"
         )
         assert sum(counts) == len(drafts.token_ids), f"sampling: {len(drafts.token_ids)} drafts, {counts} are counted"
         self.seats = seats
-        self._positions = positions
+        self._positions = positions if isinstance(positions, Tensor) or not behind else [p + behind for p in positions]
+        self._behind = behind
         self._drafts = drafts
         self._device = drafts.token_ids.device
         # Row r is row offset[r] of request[r]. Request b's rows start at start[b], its drafts at start[b] - b.
@@ -154,7 +159,7 @@ class _Rows:
     def positions(self) -> list[int] | Tensor:
         """Of every row."""
         if isinstance(self._positions, Tensor):
-            request_R, offset_R = _places(self._drafts.counts, self._device)
+            request_R, offset_R = guess_rows.places(self._drafts.counts, self._behind, self._device)
             return self._positions.index_select(0, request_R) + offset_R
         return [self._positions[b] + j for b, j in zip(self.request, self.offset, strict=True)]
 
@@ -171,21 +176,19 @@ class _Rows:
         pairs = [(n, first + j) for n, first, offset in firsts for j in range(offset)]
         return self.index([n for n, _ in pairs]), self._drafts.token_ids[self.index([draft for _, draft in pairs])]
 
-    def checked(self) -> list[tuple[int, int]]:
-        """Of each draft: the row whose token it must equal, and its place in the chain."""
-        counts = self._drafts.counts
-        return [(self.start[b] + place, place) for b, count in enumerate(counts) for place in range(count)]
-
-    def walk(self, token_R: Tensor, ok_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Each request's tokens [B, J] up to and including the first that is not its draft; how many; all finite."""
-        longest = max(self._drafts.counts)
-        if longest == 0:  # what the lines below come to then, for much less on a CPU
-            return token_R[:, None], torch.ones_like(token_R), ok_R
-        row_BJ, draft_BK, is_draft_BK, place_J = _chains(self._drafts.counts, self._device)
+    def walk(self, token_R: Tensor, ok_R: Tensor) -> Tensor:
+        """`Sampled.outcome`: each request's tokens up to and including the first that is not its draft are meant."""
+        counts, draft_N = self._drafts.counts, self._drafts.token_ids
+        longest = max(counts)
+        if min(counts) == longest:
+            shape = len(counts), longest + 1
+            return ops.count_right(token_R.view(shape), ok_R.view(shape), draft_N.view(shape[0], longest))
+        row_BJ, draft_BK, is_draft_BK, place_J = guess_rows.chains(counts, self._device)
         token_BJ = token_R[row_BJ]
-        is_right_BK = (token_BJ[:, :longest] == self._drafts.token_ids[draft_BK]) & is_draft_BK
-        num_B = is_right_BK.long().cumprod(1).sum(1) + 1
-        return token_BJ, num_B, (ok_R[row_BJ] | (place_J >= num_B[:, None])).all(1)
+        is_right_BK = (token_BJ[:, :longest] == draft_N[draft_BK]) & is_draft_BK
+        num_B1 = is_right_BK.long().cumprod(1).sum(1, keepdim=True) + 1
+        ok_B1 = (ok_R[row_BJ] | (place_J >= num_B1)).all(1, keepdim=True)
+        return torch.cat([num_B1, ok_B1.long(), token_BJ], 1)
 
 
 class Sampler:
@@ -211,7 +214,12 @@ class Sampler:
         self._pretended = tuple(acceptance)
 
     def sample(
-        self, logits_RV: Tensor, seats: Sequence[int], positions: Sequence[int] | Tensor, drafts: Drafts | None = None
+        self,
+        logits_RV: Tensor,
+        seats: Sequence[int],
+        positions: Sequence[int] | Tensor,
+        drafts: Drafts | None = None,
+        behind: int = 0,
     ) -> Sampled:
         """One step. The logits are not written to.
 
@@ -221,31 +229,35 @@ class Sampler:
         positions   [B]      ints        number, in its sequence, of the first token to draw
                                          (`row.start + row.num_tokens - row.num_drafts`); a list or an int64 tensor
         drafts      -        -           None: no request has any
+        behind      -        -           to add to all positions
         """
         drafts = drafts or Drafts((0,) * len(seats), self._no_drafts)
-        rows = _Rows([self._params[seat] for seat in seats], positions, drafts)
+        rows = _Rows([self._params[seat] for seat in seats], positions, drafts, behind)
         assert logits_RV.shape == (len(rows), self._vocab_size), (
             f"sampling: logits {tuple(logits_RV.shape)} for {len(rows)} rows, vocabulary {self._vocab_size}"
         )
         token_R, ok_R = self._draw_checked(logits_RV, seats, rows)
         if self._pretended and len(drafts.token_ids):
-            token_R = self._make_up(token_R, seats, rows, drafts.token_ids)
-        token_BJ, num_B, ok_B = rows.walk(token_R, ok_R)
+            self._make_up(token_R, seats, rows, drafts)
+        outcome_BX = rows.walk(token_R, ok_R)
         counted = [b for b, seat in enumerate(rows.seats) if seat.count_row is not None]
         if counted:
             row_N = rows.index([rows.seats[b].count_row for b in counted])
             index_N = rows.index(counted)
-            self._params.counts.add(row_N, token_BJ[index_N], num_B[index_N])
-        return Sampled(token_BJ, num_B, ok_B, *self._look_up(logits_RV, token_R, rows))
+            self._params.counts.add(row_N, outcome_BX[index_N, 2:], outcome_BX[index_N, 0])
+        return Sampled(outcome_BX, *self._look_up(logits_RV, token_R, rows))
 
-    def draft(self, logits_BV: Tensor, seats: Sequence[int], positions: Sequence[int] | Tensor) -> Tensor:
+    def draft(
+        self, logits_BV: Tensor, seats: Sequence[int], positions: Sequence[int] | Tensor, behind: int = 0
+    ) -> Tensor:
         """The tokens [B] int64 that `sample` would give for these logits, without taking them for the truth.
 
         Parameters, seed and noise are those that the token of this position will be drawn with, so that a draft is
         right as often as two distributions that are close give the same token for the same noise. Penalties do not see
         the drafts before it. Logits that are not finite give some token.
         """
-        rows = _Rows([self._params[seat] for seat in seats], positions, Drafts((0,) * len(seats), self._no_drafts))
+        drafts = Drafts((0,) * len(seats), self._no_drafts)
+        rows = _Rows([self._params[seat] for seat in seats], positions, drafts, behind)
         return self._draw_checked(logits_BV, seats, rows)[0]
 
     def prompt_logprobs(self, logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -266,17 +278,14 @@ class Sampler:
             found += _as_logprobs([values.tolist() for values in columns], range(len(tokens)), num_top)
         return found
 
-    def _make_up(self, token_R: Tensor, seats: Sequence[int], rows: _Rows, draft_N: Tensor) -> Tensor:
-        """The drawn tokens, and the drafts in place of those that count as accepted."""
-        checked = rows.checked()
+    def _make_up(self, token_R: Tensor, seats: Sequence[int], rows: _Rows, drafts: Drafts) -> None:
+        """The drafts in place of the drawn tokens that count as accepted, and others in place of the rest."""
         params = self._params.rows([seats[request] for request in rows.request], rows.positions())
-        row_N = rows.index([row for row, _ in checked])
-        shares = [self._pretended[min(place, len(self._pretended) - 1)] for _, place in checked]
-        share_N = send(torch.tensor(shares, dtype=torch.float64), self._device)
-        noise_N = ops.uniform(params.key[row_N] + PRETENDED_STREAM, params.position[row_N])
-        drawn_N = token_R[row_N]
-        other_N = torch.where(drawn_N == draft_N, (draft_N + 1) % self._vocab_size, drawn_N)
-        return token_R.index_copy(0, row_N, torch.where(noise_N < share_N, draft_N, other_N))
+        row_N, share_N = guess_rows.checked(drafts.counts, self._pretended, self._device)
+        position_R = params.position
+        ops.pretend(
+            token_R, row_N, drafts.token_ids, share_N, params.key + PRETENDED_STREAM, position_R, self._vocab_size
+        )
 
     def _draw_checked(self, logits_RV: Tensor, seats: Sequence[int], rows: _Rows) -> tuple[Tensor, Tensor]:
         """The token of every row, and whether the row is finite."""
@@ -349,29 +358,6 @@ class Sampler:
 
     def _tensor(self, numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
         return send(torch.tensor(numbers, dtype=dtype), self._device)
-
-
-@lru_cache(maxsize=64)
-def _places(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each row of requests with so many drafts: its request, and which of its rows it is."""
-    request = [b for b, count in enumerate(counts) for _ in range(count + 1)]
-    offset = [j for count in counts for j in range(count + 1)]
-    return send(torch.tensor(request), device), send(torch.tensor(offset), device)
-
-
-@lru_cache(maxsize=64)
-def _chains(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of requests with so many drafts, K at most: their rows [B, K + 1], the last one again where there are fewer; the
-    numbers of their drafts [B, K], and which of these there are; 0 to K. Batches are alike for long, so few are made.
-    """
-    longest, starts = max(counts), [0, *accumulate(count + 1 for count in counts)]
-    places = torch.arange(longest + 1)
-    count_B1 = torch.tensor(counts)[:, None]
-    start_B1 = torch.tensor(starts[:-1])[:, None]
-    row_BJ = start_B1 + places.minimum(count_B1)
-    is_draft_BK = places[:-1] < count_B1
-    draft_BK = torch.where(is_draft_BK, start_B1 - torch.arange(len(counts))[:, None] + places[:-1], 0)
-    return send(row_BJ, device), send(draft_BK, device), send(is_draft_BK, device), send(places, device)
 
 
 def _draw(target_DV: Tensor, seats: Sequence[Seat], params: RowParams) -> Tensor:

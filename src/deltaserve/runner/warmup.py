@@ -161,7 +161,9 @@ class WarmUp:
         for asked in _every_stage():
             for seat in range(rows):
                 runner.sampler.seat(Seating(seat=seat, token_ids=[0], num_prompt=1, params=asked))
-            runner.sampler.sample(logits_NV, list(range(rows)), [1] * rows).start_copy()
+            sampled = runner.sampler.sample(logits_NV, list(range(rows)), [1] * rows)
+            sampled.start_copy()
+        runner.inputs.remember(torch.arange(rows, device=runner.device), sampled.outcome)
 
 
 def _every_stage() -> Iterator[SamplingParams]:

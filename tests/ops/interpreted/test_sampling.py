@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltaserve.ops.sampling import reference, triton_draw, triton_greedy
+from deltaserve.ops.sampling import api, reference, triton_draw, triton_greedy, triton_right
 
 VOCAB = 5000
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter: infinity - infinity
@@ -99,3 +99,34 @@ def test_a_weight_is_exact_to_its_last_bits() -> None:
         for nearly, token in ((1 - 3e-7, 0), (1 + 3e-7, 1)):
             uniform = (end * nearly).reshape(1)
             assert triton_draw.sample(logits, torch.ones(1), uniform, None, None, None).tolist() == [token]
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 9])
+@pytest.mark.parametrize("rows", [1, 31, 33])
+def test_right_guesses_are_counted(rows: int, length: int) -> None:
+    token = torch.randint(0, 2, (rows, length))
+    guess, ok = torch.randint(0, 2, (rows, length - 1)), torch.rand(rows, length) < 0.8
+    expected = reference.count_right(token, ok, guess)
+    assert torch.equal(triton_right.count_right(token, ok, guess), expected)
+    for row in range(rows):
+        num = next((j for j in range(length - 1) if token[row, j] != guess[row, j]), length - 1) + 1
+        assert expected[row].tolist() == [num, int(ok[row, :num].all()), *token[row].tolist()]
+
+
+def test_noise_is_that_of_the_reference() -> None:
+    key = torch.randint(-(2**63), 2**63 - 1, (100, 3))[:, 1]
+    position = torch.randint(0, 2**40, (100,))
+    assert torch.equal(triton_right.uniform(key, position), reference.uniform(key, position))
+    assert torch.equal(triton_right.uniform(key[:0], position[:0]), reference.uniform(key[:0], position[:0]))
+
+
+def test_pretended_guesses_are_those_of_torch() -> None:
+    rows, vocab = 70, 5
+    token, key, position = torch.randint(0, vocab, (rows,)), torch.randint(0, 2**60, (rows,)), torch.arange(rows)
+    row, guess = torch.randperm(rows)[:40], torch.randint(0, vocab, (40,))
+    share, ours = torch.rand(40, dtype=torch.float64), token.clone()
+    triton_right.pretend(ours, row, guess, share, key, position, vocab)
+    api.pretend(token, row, guess, share, key, position, vocab)
+    assert torch.equal(ours, token)
+    is_right = token[row] == guess
+    assert 0 < int(is_right.sum()) < 40

@@ -148,6 +148,10 @@ def uniform(key_R: Tensor, position_R: Tensor) -> Tensor:
     assert key_R.shape == position_R.shape, f"sampling: {tuple(key_R.shape)} keys, {tuple(position_R.shape)} positions"
     if key_R.device.type == "cpu":
         return reference.uniform_on_host(key_R, position_R)
+    if has_kernels(key_R):
+        from deltaserve.ops.sampling import triton_right
+
+        return triton_right.uniform(key_R, position_R)
     return reference.uniform(key_R, position_R)
 
 
@@ -212,6 +216,47 @@ def sample(
     if has_min_p:
         weight_RV = cut_min(weight_RV, min_p_R)
     return draw(weight_RV, uniform(key_R, position_R))
+
+
+def count_right(token_BJ: Tensor, ok_BJ: Tensor, guess_BK: Tensor) -> Tensor:
+    """How many tokens of each request are meant: those up to and including the first that is not its guess.
+
+    Name      Shape      Dtype   Meaning
+    token     [B, J]     int64
+    ok        [B, J]     bool    whether the logits of a token were finite
+    guess     [B, K]     int64   K = J - 1; 0 of them where all is meant
+    returns   [B, 2+J]   int64   how many; 1 if all that are meant are ok, else 0; the tokens
+    """
+    assert guess_BK.shape[1] == token_BJ.shape[1] - 1, f"sampling: {guess_BK.shape[1]} guesses, {token_BJ.shape} tokens"
+    if has_kernels(token_BJ):
+        from deltaserve.ops.sampling import triton_right
+
+        return triton_right.count_right(token_BJ, ok_BJ, guess_BK)
+    return reference.count_right(token_BJ, ok_BJ, guess_BK)
+
+
+def pretend(
+    token_R: Tensor, row_N: Tensor, guess_N: Tensor, share_N: Tensor, key_R: Tensor, position_R: Tensor, vocab: int
+) -> None:
+    """Some tokens become the guesses of them, and others anything else: only for measuring what guesses bring.
+
+    Name       Shape   Dtype     Meaning
+    token      [R]     int64     written to
+    row        [N]     int64     whose token a guess is of; no two are one
+    guess      [N]     int64
+    share      [N]     float64   how often a guess is to be right, by `uniform` noise
+    key        [R]     int64     for that noise
+    position   [R]     int64
+    """
+    if has_kernels(token_R):
+        from deltaserve.ops.sampling import triton_right
+
+        triton_right.pretend(token_R, row_N, guess_N, share_N, key_R, position_R, vocab)
+        return
+    noise_N = uniform(key_R[row_N], position_R[row_N])
+    drawn_N = token_R[row_N]
+    other_N = torch.where(drawn_N == guess_N, (guess_N + 1) % vocab, drawn_N)
+    token_R.index_copy_(0, row_N, torch.where(noise_N < share_N, guess_N, other_N))
 
 
 def token_logprobs(logits_NV: Tensor, token_N: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -12,6 +12,8 @@ _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
+SPLITMIX = _GOLDEN, _MIX_1, _MIX_2
+"""Of `uniform`."""
 
 
 def is_finite(logits_RV: Tensor) -> Tensor:
@@ -90,6 +92,17 @@ def draw(weight_RV: Tensor, uniform_R: Tensor) -> Tensor:
     # The product may round up to the total, which lies beyond the last token.
     goal_R = torch.minimum((uniform_R * total_R).long(), total_R - 1)
     return torch.searchsorted(sum_RV, goal_R[:, None], right=True)[:, 0].clamp_(max=weight_RV.shape[1] - 1)
+
+
+def count_right(token_BJ: Tensor, ok_BJ: Tensor, guess_BK: Tensor) -> Tensor:
+    num_guesses = guess_BK.shape[1]
+    if not num_guesses:  # what the lines below come to then, for much less on a CPU
+        return torch.stack([torch.ones_like(token_BJ[:, 0]), ok_BJ[:, 0].long(), token_BJ[:, 0]], 1)
+    is_right_BK = token_BJ[:, :num_guesses] == guess_BK
+    num_B1 = is_right_BK.long().cumprod(1).sum(1, keepdim=True) + 1
+    place_J = torch.arange(num_guesses + 1, device=token_BJ.device)
+    ok_B1 = (ok_BJ | (place_J >= num_B1)).all(1, keepdim=True)
+    return torch.cat([num_B1, ok_B1.long(), token_BJ], 1)
 
 
 def token_logprobs(logits_NV: Tensor, token_N: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
