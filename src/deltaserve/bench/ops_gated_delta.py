@@ -129,8 +129,9 @@ def cases() -> list[Case]:
         num_bytes = tokens * 2.0 * (HIDDEN_PARTS + VALUES)
         found.append(Case(f"gdn prompt {name}", partial(prompts, lengths), num_bytes, flops))
         found.append(Case(f"gdn conv {name}", partial(prompt_part, lengths, "conv", {}), tokens * 4.0 * CHANNELS))
-        call = partial(prompt_part, lengths, "conv", {"num_groups": 4})
-        found.append(Case(f"gdn conv {name} groups=4", call, tokens * 4.0 * CHANNELS))
+        for groups, registers in ((8, 168), (16, 96)):
+            call = partial(prompt_part, lengths, "conv", {"num_groups": groups, "registers": registers})
+            found.append(Case(f"gdn conv {name} groups={groups} r{registers}", call, tokens * 4.0 * CHANNELS))
         rule_bytes = tokens * 2.0 * (CHANNELS + 2 * V_HEADS + VALUES)
         found.append(Case(f"gdn rule {name}", partial(prompt_part, lengths, "rule", {}), rule_bytes, flops))
     return found

@@ -72,11 +72,20 @@ def _rounded(x, DTYPE: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def _exp_of_minus(x, FAST: tl.constexpr):
+    """exp(-x)."""
+    if FAST == 2:  # the sign is the constant's, where a minus would be an instruction of its own
+        exp2: tl.constexpr = "ex2.approx.ftz.f32 $0, $1;"
+        return tl.inline_asm_elementwise(exp2, "=f,f", [x * -1.4426950408889634], tl.float32, is_pure=True, pack=1)
+    return libdevice.fast_expf(-x)
+
+
+@triton.jit
 def output(x0, x1, x2, x3, w0, w1, w2, w3, scale, DTYPE: tl.constexpr, NORMALISED: tl.constexpr, FAST: tl.constexpr):
     """From four inputs, the oldest first; of length `scale` if NORMALISED. FAST as `fast_way` has it."""
     total = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
     if FAST:  # denormal numbers become zeros, which saves a third of the instructions
-        y = _rounded(libdevice.fast_dividef(total, 1 + libdevice.fast_expf(-total)), DTYPE, FAST)
+        y = _rounded(libdevice.fast_dividef(total, 1 + _exp_of_minus(total, FAST)), DTYPE, FAST)
     else:
         y = (total / (1 + tl.exp(-total))).to(DTYPE)
     if NORMALISED:
@@ -142,10 +151,20 @@ def _walk(
 
 
 @triton.jit
-def taps(weight, channel, in_channel, channel_stride, tap_stride, BACK: tl.constexpr, TAPS: tl.constexpr):
-    """fp32 [1, channels]: what multiplies the input BACK tokens ago; zeros if there are fewer taps."""
-    place = weight + channel * channel_stride + (TAPS - 1 - BACK) * tap_stride
-    return tl.load(place, mask=in_channel & (BACK < TAPS), other=0).to(tl.float32)[None, :]
+def taps(
+    weight,
+    channel,
+    in_channel,
+    channel_stride,
+    tap_stride,
+    BACK: tl.constexpr,
+    TAPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """fp32 [groups, channels]: what multiplies the input BACK tokens ago; zeros if there are fewer taps. Each group
+    loads it, as it loads its inputs: one load for all would be handed around through shared memory."""
+    place = (channel * channel_stride + (TAPS - 1 - BACK) * tap_stride)[None, :] + tl.zeros([GROUPS, 1], tl.int32)
+    return tl.load(weight + place, mask=(in_channel & (BACK < TAPS))[None, :], other=0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize_on_alignment=["write_slot"])
@@ -191,10 +210,10 @@ def conv_kernel(
     chunk = base + tl.arange(0, CHUNK)
     keep = tl.load(write_slot + chunk, mask=(chunk >= first) & (chunk < end), other=-1)
 
-    w0 = taps(weight, channel, in_channel, channel_stride, tap_stride, 3, TAPS)
-    w1 = taps(weight, channel, in_channel, channel_stride, tap_stride, 2, TAPS)
-    w2 = taps(weight, channel, in_channel, channel_stride, tap_stride, 1, TAPS)
-    w3 = taps(weight, channel, in_channel, channel_stride, tap_stride, 0, TAPS)
+    w0 = taps(weight, channel, in_channel, channel_stride, tap_stride, 3, TAPS, GROUPS)
+    w1 = taps(weight, channel, in_channel, channel_stride, tap_stride, 2, TAPS, GROUPS)
+    w2 = taps(weight, channel, in_channel, channel_stride, tap_stride, 1, TAPS, GROUPS)
+    w3 = taps(weight, channel, in_channel, channel_stride, tap_stride, 0, TAPS, GROUPS)
     token = base + tl.arange(0, GROUPS) * STEPS
     scale = tl.where(tile < HEADS, WIDTH**-0.5, 1.0)
     # Whether the inputs before a token may be a window's.
@@ -256,19 +275,22 @@ def conv(
     segment: Segment,
     heads: tuple[int, int, int] = (0, 1, 128),
     num_groups: int = 8,
+    registers: int = 128,
 ) -> Tensor:
     """`causal_conv` of one segment's tokens, [tokens, C]. x may be a view with a row stride.
 
     heads        query heads, their width, and the width of a tile of all other channels: the first and as many key
                  heads after them leave with length 1, queries divided by the square root of their width
     num_groups   of tokens in a tile: half as many warps
+    registers    that a thread has at most, on NVIDIA's GPUs: with 128 a fourth tile fits a multiprocessor, and only
+                 tiles at the beginning of a row put some aside
     """
     channels, taps = weight_CW.shape
     assert taps <= 4, f"conv: the kernel has 4 taps, not {taps}"
     windows_BWC = starting_windows(pool_SWC, layout, segment)
     table = layout.once(chunk_table, segment)
     out_TC = torch.empty(segment.token_end - segment.token_start, channels, dtype=x_TC.dtype, device=x_TC.device)
-    num_heads, width, rest = heads
+    (num_heads, width, rest), way = heads, fast_way(x_TC)
     tiles = 2 * num_heads + triton.cdiv(channels - 2 * num_heads * width, rest)
     conv_kernel[(tiles, table.shape[0])](
         segment.cut(x_TC),
@@ -289,7 +311,8 @@ def conv(
         CHUNK=CHUNK,
         BC=max(16, triton.next_power_of_2(max(width if num_heads else 1, rest))),
         GROUPS=num_groups,
-        FAST=fast_way(x_TC),
+        FAST=way,
         num_warps=num_groups // 2,
+        **({"maxnreg": registers} if way == 2 else {}),
     )
     return out_TC
