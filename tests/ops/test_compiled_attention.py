@@ -136,12 +136,13 @@ def test_chunk_on_hopper(dtype: str, has_first_key: bool, slack: int, is_cut: bo
         assert loop.count("STL") + loop.count("LDL") <= 1, "registers are spilled where it counts"
 
 
+@pytest.mark.parametrize("heads", [triton_entry.HEADS, triton_entry.MANY_HEADS])
 @pytest.mark.parametrize("target", TARGETS)
-def test_entry(target: str) -> None:
+def test_entry(target: str, heads: int) -> None:
     kernel = triton_entry.entry_kernel
     constants = {
-        "NUM_Q": 16, "NUM_KV": 2, "WIDTH": 256, "ROTARY": 64, "HEADS": triton_entry.HEADS, "BLOCK_G": 2, "BLOCK_D": 256,
-        "IS_PLAIN": False, "EARLY": target == "sm_90",
+        "NUM_Q": 16, "NUM_KV": 2, "WIDTH": 256, "ROTARY": 64, "HEADS": heads, "BLOCK_G": 2, "BLOCK_D": 256,
+        "BLOCK_R": 32, "IS_PLAIN": False, "EARLY": target == "sm_90",
     }  # fmt: skip
     others = {
         "q_weight_ptr": "*fp32", "k_weight_ptr": "*fp32", "cos_sin_ptr": "*fp32", "position_ptr": "*i64",

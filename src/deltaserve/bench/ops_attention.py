@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,12 +57,12 @@ class Inputs:
             q, self.gate, k, v, weight, weight, EPS, self.cos_sin, self.pool, self.layout, SCALE
         )  # fmt: skip
 
-    def enter(self) -> Tensor:
+    def enter(self, heads: int | None = None) -> Tensor:
         from deltaserve.ops.attention.triton_entry import enter
 
         layout = self.layout
         weights = (self.weight, self.weight, EPS, self.cos_sin)
-        return enter(self.q, self.k, self.v, *weights, layout.position, self.pool, layout.kv_index)
+        return enter(self.q, self.k, self.v, *weights, layout.position, self.pool, layout.kv_index, heads)
 
     def step(self, config: tuple[int, int, int, int]) -> Callable[[], None]:
         from deltaserve.ops.attention import triton_step
@@ -120,7 +121,10 @@ def cases() -> list[Case]:
         found.append(case_of(f"attention chunk {tokens}", [0], [tokens], 0, lambda inputs: inputs.whole))
     found.append(case_of("attention chunk 1024 behind 16384", [16384], [1024], 0, lambda inputs: inputs.whole))
     for tokens in (1, 128, 8192):
-        found.append(case_of(f"attention entry {tokens}", [0] * tokens, [1] * tokens, tokens, lambda x: x.enter))
+        for heads in (4, 8, 16):
+            title = f"attention entry {tokens} heads={heads}"
+            starts, lengths = [0] * tokens, [1] * tokens
+            found.append(case_of(title, starts, lengths, tokens, lambda x, heads=heads: partial(x.enter, heads)))  # type: ignore[misc]
     for config in STEP_CONFIGS:
         name = "keys={} w{} s{} units={}".format(*config)
         for rows, context in ((1, 640), (1, 262_144), (128, 4096), (128, 640)):

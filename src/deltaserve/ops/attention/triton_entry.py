@@ -4,8 +4,8 @@ Queries and keys are normed head by head and rotated, all in fp32, and rounded o
 Knows positions and where a token's entry goes; knows no context.
 
 A program takes one token and a handful of its query heads, or its key and value heads: at one token of the large model
-five programs, each of one trip to memory. The partner of a rotated dimension is read from memory once more (a cached
-line) instead of being moved between threads.
+five programs, each of one trip to memory. What is rotated is read once more (cached lines), in halves that belong
+together, instead of being moved between threads; one by one its dimensions would be most of a program's loads.
 
 Variants: heads, widths and dtypes only.
 
@@ -22,8 +22,8 @@ from torch import Tensor
 from deltaserve.ops.layout import BLOCK
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 
-HEADS = 4
-"""Query heads of a program."""
+HEADS, MANY_HEADS, FEW = 4, 16, 1024
+"""Query heads of a program, up to FEW tokens and beyond."""
 
 
 @triton.jit
@@ -31,33 +31,44 @@ def _norm_and_turn(
     x_ptr,
     weight_ptr,
     cos_sin_ptr,
-    head_stride,
+    to_ptr,
     eps,
-    mask,
     head,
+    is_head,
     WIDTH: tl.constexpr,
     ROTARY: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
-    """Heads [N, BLOCK_D] of one token in fp32. `cos_sin_ptr` is at the token's position."""
+    """Heads [N] of one token, in fp32, rounded as x. `cos_sin_ptr` is at the token's position."""
+    HALF: tl.constexpr = ROTARY // 2
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK_D)
-    inside = column < WIDTH
-    x = tl.load(x_ptr + head[:, None] * head_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / WIDTH + eps)
-    normed = x * scale[:, None] * weight[None, :]
-    turns = column < ROTARY
-    half: tl.constexpr = ROTARY // 2
-    is_first = column < half
-    partner = tl.where(turns, tl.where(is_first, column + half, column - half), 0)
-    angle = tl.where(is_first, column, column - half)
-    cos = tl.load(cos_sin_ptr + angle, mask=turns, other=1.0)
-    sin = tl.load(cos_sin_ptr + half + angle, mask=turns, other=0.0)
-    sin = tl.where(is_first, -sin, sin)
-    other = tl.load(x_ptr + head[:, None] * head_stride + partner[None, :], mask=mask & turns[None, :], other=0.0)
-    other_weight = tl.load(weight_ptr + partner, mask=turns, other=0.0).to(tl.float32)
-    other = other.to(tl.float32) * scale[:, None] * other_weight[None, :]
-    return tl.where(turns[None, :], normed * cos[None, :] + other * sin[None, :], normed)
+    mask = is_head[:, None] & (column < WIDTH)[None, :]
+    at = head[:, None] * WIDTH + column[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    turn = tl.arange(0, BLOCK_R)
+    turns = turn < HALF
+    turn_mask = is_head[:, None] & turns[None, :]
+    turn_at = head[:, None] * WIDTH + turn[None, :]
+    first = tl.load(x_ptr + turn_at, mask=turn_mask, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + HALF + turn_at, mask=turn_mask, other=0.0).to(tl.float32)
+    first_weight = tl.load(weight_ptr + turn, mask=turns, other=0.0).to(tl.float32)
+    second_weight = tl.load(weight_ptr + HALF + turn, mask=turns, other=0.0).to(tl.float32)
+    cos = tl.load(cos_sin_ptr + turn, mask=turns, other=1.0)[None, :]
+    sin = tl.load(cos_sin_ptr + HALF + turn, mask=turns, other=0.0)[None, :]
+    scale = (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / WIDTH + eps))[:, None]
+    normed = x * scale * weight[None, :]
+    # The model's dtype first, whatever the pool's is.
+    kept = normed.to(DTYPE).to(to_ptr.dtype.element_ty)
+    tl.store(to_ptr + at, kept, mask=mask & (column >= ROTARY)[None, :])
+    first = first * scale * first_weight[None, :]
+    second = second * scale * second_weight[None, :]
+    turned = (first * cos - second * sin).to(DTYPE).to(to_ptr.dtype.element_ty)
+    tl.store(to_ptr + turn_at, turned, mask=turn_mask)
+    turned = (second * cos + first * sin).to(DTYPE).to(to_ptr.dtype.element_ty)
+    tl.store(to_ptr + HALF + turn_at, turned, mask=turn_mask)
 
 
 @triton.jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=["position_ptr", "kv_index_ptr"])
@@ -85,6 +96,7 @@ def entry_kernel(
     HEADS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     IS_PLAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -95,36 +107,35 @@ def entry_kernel(
     let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    column = tl.arange(0, BLOCK_D)
     if not IS_PLAIN:
         cos_sin_ptr += tl.load(position_ptr + token) * ROTARY
     entry = tl.load(kv_index_ptr + token)
     wait_for_inputs(EARLY)
     if part * HEADS < NUM_Q:
         q_head = part * HEADS + tl.arange(0, HEADS)
-        q_mask = (q_head < NUM_Q)[:, None] & (column < WIDTH)[None, :]
-        q = _norm_and_turn(
-            q_ptr + token * q_token, q_weight_ptr, cos_sin_ptr, WIDTH, eps, q_mask, q_head, WIDTH, ROTARY, BLOCK_D
+        q_to = out_ptr + token * (NUM_Q * WIDTH)
+        _norm_and_turn(
+            *(q_ptr + token * q_token, q_weight_ptr, cos_sin_ptr, q_to, eps, q_head, q_head < NUM_Q),
+            *(WIDTH, ROTARY, BLOCK_D, BLOCK_R),
         )
-        q_to = out_ptr + token * (NUM_Q * WIDTH) + q_head[:, None] * WIDTH + column[None, :]
-        tl.store(q_to, q.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
         is_kept = entry >= 0
         head = tl.arange(0, BLOCK_G)
-        mask = (tl.where(is_kept, head, NUM_KV) < NUM_KV)[:, None] & (column < WIDTH)[None, :]
+        is_head = tl.where(is_kept, head, NUM_KV) < NUM_KV
+        column = tl.arange(0, BLOCK_D)
+        mask = is_head[:, None] & (column < WIDTH)[None, :]
         at = head[:, None] * WIDTH + column[None, :]
         v = tl.load(v_ptr + token * v_token + at, mask=mask, other=0.0)
-        to = pool_ptr + tl.where(is_kept, entry, 0) * entry_stride + at
+        to = pool_ptr + tl.where(is_kept, entry, 0) * entry_stride
         if IS_PLAIN:
             plain_k = tl.load(k_ptr + token * k_token + at, mask=mask, other=0.0)
-            tl.store(to, plain_k.to(pool_ptr.dtype.element_ty), mask=mask)
+            tl.store(to + at, plain_k.to(pool_ptr.dtype.element_ty), mask=mask)
         else:
-            k = _norm_and_turn(
-                k_ptr + token * k_token, k_weight_ptr, cos_sin_ptr, WIDTH, eps, mask, head, WIDTH, ROTARY, BLOCK_D
+            _norm_and_turn(
+                *(k_ptr + token * k_token, k_weight_ptr, cos_sin_ptr, to, eps, head, is_head),
+                *(WIDTH, ROTARY, BLOCK_D, BLOCK_R),
             )
-            # Rounded as the model's dtype first, whatever the pool's is.
-            tl.store(to, k.to(k_ptr.dtype.element_ty).to(pool_ptr.dtype.element_ty), mask=mask)
-        tl.store(to + plane_stride, v.to(pool_ptr.dtype.element_ty), mask=mask)
+        tl.store(to + plane_stride + at, v.to(pool_ptr.dtype.element_ty), mask=mask)
 
 
 def enter(
@@ -138,11 +149,12 @@ def enter(
     position_T: Tensor,
     kv_pool: Tensor,
     kv_index_T: Tensor,
+    heads: int | None = None,
 ) -> Tensor:
     """Stores keys and values [T, G, D] in the pool [2, num_blocks, 64, G, D] at kv_index [T] int64 (-1: nowhere).
 
     q [T, H, D]; weights [D] are 1 + w; cos_sin [max_len, R] float32; position [T] int64. Returns the queries as
-    attention wants them, [T, H, D] contiguous, as q in dtype.
+    attention wants them, [T, H, D] contiguous, as q in dtype. `heads` of queries in a program, a power of two.
     """
     tokens, num_q, width = q_THD.shape
     num_kv = k_TGD.shape[1]
@@ -152,7 +164,9 @@ def enter(
     if not tokens:
         return out_THD
     block = triton.next_power_of_2(width)
-    entry_kernel[(tokens, triton.cdiv(num_q, HEADS) + 1)](
+    if heads is None:
+        heads = HEADS if tokens <= FEW else MANY_HEADS
+    entry_kernel[(tokens, triton.cdiv(num_q, heads) + 1)](
         q_THD,
         k_TGD,
         v_TGD,
@@ -173,11 +187,12 @@ def enter(
         NUM_KV=num_kv,
         WIDTH=width,
         ROTARY=cos_sin.shape[1],
-        HEADS=HEADS,
+        HEADS=heads,
         BLOCK_G=triton.next_power_of_2(num_kv),
         BLOCK_D=block,
+        BLOCK_R=triton.next_power_of_2(cos_sin.shape[1] // 2),
         IS_PLAIN=False,
-        num_warps=max(1, min(4, HEADS * block // 256)),
+        num_warps=max(1, min(4, heads * block // 256)),
         **early_options(kv_pool.device, tokens=len(out_THD)),
     )
     return out_THD
@@ -215,6 +230,7 @@ def store(k_TGD: Tensor, v_TGD: Tensor, kv_pool: Tensor, kv_index_T: Tensor) -> 
         HEADS=HEADS,
         BLOCK_G=triton.next_power_of_2(num_kv),
         BLOCK_D=block,
+        BLOCK_R=1,
         IS_PLAIN=True,
         num_warps=max(1, min(4, HEADS * block // 256)),
         **early_options(kv_pool.device, tokens=tokens),
