@@ -33,16 +33,18 @@ def test_norm(target: str, addends: int, quantizes: bool) -> None:
         assert found.assembly.count("ld.global.v4.b32") >= max(1, addends)
 
 
-@pytest.mark.parametrize("quantizes", [True, False])
+@pytest.mark.parametrize(("is_plain", "quantizes"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("target", TARGETS)
-def test_gated_norm(target: str, quantizes: bool) -> None:
+def test_gated_norm(target: str, is_plain: bool, quantizes: bool) -> None:
     rows, block, warps = tile(128)
     way = WAYS[target] if quantizes else 0
     kernel = gated_norm_kernel
     kinds = {"eps": "fp32", "q_ptr": {0: "*bf16", 1: "*fp8e4nv", 2: "*u8"}[way]}
     kinds |= {"scale_ptr": "*fp32" if way else "*bf16"}
     signature = {name: kinds.get(name, "*bf16" if name.endswith("ptr") else "i32") for name in kernel.arg_names}
-    constants = {"HEADS": 32, "WIDTH": 128, "ROWS": rows, "BLOCK_D": block, "FP8": way}
+    constants = {"HEADS": 32, "WIDTH": 128, "ROWS": rows, "BLOCK_D": block, "PLAIN": is_plain, "FP8": way}
     found = compile_for(TARGETS[target], kernel, signature, constants, warps)
     assert found.spilled == 0
     assert found.registers <= 128
+    if target == "sm_90":
+        assert found.assembly.count("st.global.v4.b32") == is_plain

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltaserve.ops.linear import gpu, reference
-from deltaserve.ops.linear.triton_fp8 import quantize_rows
+from deltaserve.ops.linear.triton_fp8 import READY_ALONE, quantize_rows
 from deltaserve.ops.linear.triton_gemm import Tiles, gemm
 from deltaserve.ops.linear.triton_gemv import gemv, gemv_beside, norm_gemv
 from deltaserve.ops.norm.reference import add_gemma_rms_norm, add_up
@@ -205,3 +205,11 @@ def test_a_token_of_nan_stays_alone() -> None:
     output = gemm(x, weight, scale, torch.float32)
     keep = torch.arange(20) != 3
     assert torch.equal(output[keep], whole[keep])
+
+
+def test_many_tokens_need_only_their_quantised_form() -> None:
+    x, weight, scale = operands(READY_ALONE + 1, 130, 256, torch.float16, True)
+    ready = quantize_rows(x)
+    expected = gpu.linear(x, weight, scale, torch.float16, ready)
+    found = gpu.linear(torch.full_like(x, torch.nan), weight, scale, torch.float16, ready)
+    assert torch.equal(found, expected)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltaserve.ops.linear.triton_fp8 import READY_ALONE, quantize_rows
 from deltaserve.ops.moe import triton_members
 from deltaserve.ops.norm import reference, triton_norm
 from tests.ops.guarded import guarded
@@ -71,6 +72,18 @@ def test_gated_norm(dtype: torch.dtype, tokens: int) -> None:
     close(out, reference.gated_rms_norm(x.double(), z.double(), weight.double(), EPS))
     flat = triton_norm.gated_norm_rows(x.reshape(-1, 32), z.reshape(-1, 32), weight, EPS)
     assert torch.equal(flat, out.view(-1, 32))
+
+
+@pytest.mark.parametrize("tokens", [READY_ALONE - 1, READY_ALONE, READY_ALONE + 1])
+def test_a_gated_norm_that_quantises(tokens: int) -> None:
+    """Many tokens leave nothing but what the product after it reads."""
+    x, z, weight = torch.randn(tokens, 1, 128).half(), torch.randn(tokens, 1, 128).half(), torch.randn(128)
+    plain = triton_norm.gated_norm_rows(x, z, weight, EPS)
+    with guarded():
+        out, ready = triton_norm.gated_norm_rows_quantized(x, z, weight, EPS)
+    for found, expected in zip(ready, quantize_rows(plain.flatten(1)), strict=True):
+        assert torch.equal(found.float(), expected.float())
+    assert torch.equal(out, plain) if tokens <= READY_ALONE else out.isnan().all()
 
 
 def test_heads_of_a_view_and_rows_of_nan() -> None:

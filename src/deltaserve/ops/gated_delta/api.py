@@ -46,7 +46,7 @@ def gated_delta_net(
     conv_pool     [S, W - 1, C]    as mixed    windows: see `causal_conv`
     state_pool    [S, Hv, K, V]    any float   states: see `gated_delta`
     quantizes     -                -           a product with a quantised weight follows
-    returns       [T, Hv, V]       as mixed
+    returns       [T, Hv, V]       as mixed    where T is above `READY_ALONE` and the next is there it holds anything
                   [T, Hv * V]      -           the same quantised, where that was made
 
     mixed, z, b and a may be views with a row stride: parts of one projection's output. Intermediate results are rounded

@@ -34,7 +34,8 @@ def linear(
     weight      [O, I]   as x, or e4m3    one row per output, as checkpoints store it
     scale       [o, i]   float32          of an e4m3 weight: multiplied with its blocks
     dtype       -        -                of the output, x's by default
-    ready       -        -                x quantised already, if it is; only with an e4m3 weight
+    ready       -        -                x quantised already, if it is; only with an e4m3 weight. Of more tokens than
+                                          `triton_fp8.READY_ALONE` x is not read then
     returns     [T, O]   `dtype`
     """
     assert x_TI.shape[-1] == weight_OI.shape[1], (

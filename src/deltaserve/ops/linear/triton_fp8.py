@@ -14,6 +14,10 @@ from torch import Tensor
 from deltaserve.ops.gpu import properties
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 
+READY_ALONE = 64
+"""Tokens beyond which a product with a quantised weight reads nothing of an input but its quantised form, if that comes
+with it."""
+
 
 def fp8_way(weight: Tensor, scale: Tensor | None) -> tuple[Tensor, int]:
     """The weight as kernels take it, and their `FP8`."""

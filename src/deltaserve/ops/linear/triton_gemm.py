@@ -248,12 +248,14 @@ def gemm(
     assert tiles.outputs <= 128 or scale_oi is None, f"linear: {tiles.outputs} outputs are more than a block"
     y_TO = torch.empty(tokens, height, dtype=dtype, device=device)
     weight, way = fp8_way(weight_OI.contiguous(), scale_oi)
-    x_in, stride, x_scale = x_TI.contiguous(), 0, weight
+    x_in, stride, x_scale = x_TI, 0, weight
     if way and tiles.ready and ready is None:
         ready = quantize_rows(x_TI, early)
     if ready is not None:
         x_in, x_scale = fp8_way(*ready)[0], ready[1]
         stride = x_scale.stride(1)
+    else:
+        x_in = x_TI.contiguous()
     block = 128 if way else (64 if tiles.tokens >= 128 else 128) // (weight.element_size() // 2) ** 2
     num_tiles = triton.cdiv(height, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
     parts = counters = y_TO

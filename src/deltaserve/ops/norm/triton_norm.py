@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
-from deltaserve.ops.linear.triton_fp8 import fp8_way, new_quantized, quantize, stored
+from deltaserve.ops.linear.triton_fp8 import READY_ALONE, fp8_way, new_quantized, quantize, stored
 
 TILE = 2048
 """Elements of a program, and the threads that hold 8 of each row of a wide norm."""
@@ -104,10 +104,11 @@ def gated_norm_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PLAIN: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Rows are heads of tokens. FP8: whether, and how, the outputs are stored quantised as well, `padded` tokens of
-    them, with scales [heads * blocks, padded]; a head's width is then 128, 256 or so on."""
+    """Rows are heads of tokens. PLAIN: the outputs are stored. FP8: whether, and how, they are stored quantised,
+    `padded` tokens of them, with scales [heads * blocks, padded]; a head's width is then 128, 256 or so on."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
@@ -120,7 +121,8 @@ def gated_norm_kernel(
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / WIDTH + eps)
     out = (x * scale[:, None] * weight[None, :] * (z / (1.0 + tl.exp(-z)))).to(out_ptr.dtype.element_ty)
     to = row[:, None] * WIDTH + column[None, :]
-    tl.store(out_ptr + to, out, mask=mask)
+    if PLAIN:
+        tl.store(out_ptr + to, out, mask=mask)
     if FP8 != 0:
         BLOCKS: tl.constexpr = BLOCK_D // 128
         q, scales = quantize(tl.reshape(out.to(tl.float32), (ROWS * BLOCKS, 128)), FP8)
@@ -179,7 +181,7 @@ def gated_norm_rows_quantized(
     x_THV: Tensor, z_THV: Tensor, weight_V: Tensor, eps: float
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """As `gated_norm_rows` of [T, H, V], and the same as `quantize_rows` would give it of [T, H * V]; V is a power of
-    two and a multiple of 128."""
+    two and a multiple of 128. Beyond READY_ALONE tokens the former is memory that holds anything."""
     tokens, heads, width = x_THV.shape
     assert width % 128 == 0, f"gated norm: rows of {width} are not whole blocks"
     assert width & (width - 1) == 0, f"gated norm: rows of {width} are no power of two"
@@ -217,6 +219,7 @@ def _gated_norm(x_V: Tensor, z_V: Tensor, weight_V: Tensor, eps: float, ready: t
             WIDTH=width,
             ROWS=rows,
             BLOCK_D=block,
+            PLAIN=ready is None or len(x_NHV) <= READY_ALONE,
             FP8=way,
             num_warps=warps,
         )
