@@ -242,6 +242,18 @@ def test_an_engine_with_wrong_books_lets_go_all_the_same(own_engine: Engine, mon
     assert own_engine.workers.runner is None
 
 
+def test_no_request_waits_for_the_books(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[str] = []
+    for name in ("a", "b"):
+        own_engine.add(request(name, [1], max_tokens=1))
+        assert not checks
+        while own_engine.scheduler.has_work:
+            own_engine.step()
+        monkeypatch.setattr(own_engine.scheduler, "check", lambda name=name: checks.append(name))
+    assert not own_engine.has_work()
+    assert checks == ["b"]
+
+
 def test_start_prints_the_memory_plan(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = Engine(EngineConfig(max_num_batched_tokens=64, cache_memory_gib=0.004))

@@ -105,6 +105,33 @@ def test_padding_writes_nothing() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("length", [1, 40, 64])
+def test_padding_of_a_prompt_is_told_from_its_tokens(length: int) -> None:
+    """By the place of a key, where the layout says so; a step of extending rows does without."""
+    engine = Engine(EngineConfig(device="cpu", max_num_seqs=5, max_num_batched_tokens=64, speculative_tokens="0"))
+    graphs, runner = with_graphs(engine), engine.workers.runner
+    assert runner is not None
+    seen: list[tuple[bool, list[int]]] = []
+    model: Any = graphs.model
+
+    def watched(token_ids: Any, context: Any) -> Any:
+        seen.append((context.layout.is_padded, context.layout.kv_index.tolist()))
+        return model(token_ids, context)
+
+    graphs.model = watched  # type: ignore[assignment]
+    params = SamplingParams(temperature=0.0, seed=0)
+    seating = Seating(seat=0, token_ids=[5] * length, num_prompt=length, params=params, blocks=(1, 2))
+    prefill = Row(seat=0, start=0, num_tokens=length, samples=True, write_slots=(*[-1] * (length - 1), 4))
+    runner.step(Plan(step=0, seatings=[seating], rows=[prefill], num_decode=0))
+    row = Row(seat=0, start=length, num_tokens=1, samples=True, read_slot=4, write_slots=(6,))
+    runner.step(Plan(step=1, rows=[row], num_decode=1))
+    (prompt_is_padded, places), (step_is_padded, _) = seen
+    assert prompt_is_padded
+    assert not step_is_padded
+    assert [place >= 0 for place in places] == [token < length for token in range(len(places))]
+    engine.close()
+
+
 def test_a_seat_that_changes_hands_keeps_none_of_its_blocks() -> None:
     engine = Engine(EngineConfig(device="cpu", max_num_seqs=2, max_num_batched_tokens=64, speculative_tokens="0"))
     graphs, runner = with_graphs(engine), engine.workers.runner

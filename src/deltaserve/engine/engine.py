@@ -109,7 +109,6 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for one that cannot be computed; nothing has changed then."""
         self._must_be_usable()
-        self._settle()
         token_ids = validate(request, self.model_config.vocab_size, self.max_model_len)
         self.scheduler.add(request, token_ids)
 
@@ -182,7 +181,8 @@ class Engine:
 
     def _settle(self) -> None:
         """Balances the books of an idle engine, unless that would take more than `CHECK_SHARE` of its time: a request
-        that comes meanwhile waits for it, and books of many kept prefixes are long."""
+        that comes meanwhile waits for it, and books of many kept prefixes are long. A request that is there already
+        does not wait for it."""
         begin = time.perf_counter()
         if self._is_settled or self.scheduler.has_work or self._unusable is not None or begin < self._next_check:
             return

@@ -197,20 +197,20 @@ class StepGraphs:
         """Blocks that rows got since the device's table was last written. The first ones of a request replace all that
         its seat had: an entry that is made behind the row's own blocks must not be one in somebody else's."""
         seats = self.seats
+        new_M = seat_B[(seats.num_copied[seat_B] == 0) & (seats.num_blocks[seat_B] > 0)]
+        if len(new_M):  # whole rows: they end in -1
+            index_M, row_MN = to_device(self.device, new_M, seats.block_table[new_M])
+            self.block_table.index_copy_(0, index_M, row_MN)
+            seats.num_copied[new_M] = seats.num_blocks[new_M]
         behind = seats.num_blocks[seat_B] - seats.num_copied[seat_B]
         if not behind.any():
             return
         seat_N = np.repeat(seat_B, behind)
         first_N = np.repeat(seats.num_copied[seat_B] - (behind.cumsum() - behind), behind)
         place_N = np.arange(len(seat_N)) + first_N
-        flat_N, block_N, new_M = to_device(
-            self.device,
-            seat_N * seats.block_table.shape[1] + place_N,
-            seats.block_table[seat_N, place_N],
-            seat_B[seats.num_copied[seat_B] == 0],
+        flat_N, block_N = to_device(
+            self.device, seat_N * seats.block_table.shape[1] + place_N, seats.block_table[seat_N, place_N]
         )
-        if len(new_M):
-            self.block_table.index_fill_(0, new_M, -1)
         self.block_table.view(-1).index_copy_(0, flat_N, block_N)
         seats.num_copied[seat_B] = seats.num_blocks[seat_B]
 
