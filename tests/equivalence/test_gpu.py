@@ -74,10 +74,11 @@ def test_evaluation_with_graphs_equals_without(dtype: str) -> None:
 def test_random_traffic(seed: int) -> None:
     """As tests/equivalence/test_traffic.py, with graphs, and steps that overlap."""
     truth, seen = Truth(BUILTIN), Counter[str]()
-    for number in range(3):
+    for number in range(4):
         draw = random.Random(f"{seed} {number}")
         config = replace(draw_config(draw, number, None, "float32"), device="cuda", overlap="on")
         watched = Watched(config, draw.choice([float("nan"), 1e3]))
+        watched.engine.scheduler._apart = number % 2 == 1
         seen += Traffic(watched, truth, draw, greedy_only=True).run(12, tolerance=2e-3)
         watched.engine.close()
     print(dict(sorted(seen.items())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -32,6 +33,9 @@ class Recorder:
 
     def look_ahead(self, token_ids_T: Tensor, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
         return self.model.look_ahead(token_ids_T, hidden_TD, context)
+
+    def shortened(self) -> AbstractContextManager[None]:
+        return self.model.shortened()
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         self.logits_seen.append(self.model.logits(hidden_ND).clone())

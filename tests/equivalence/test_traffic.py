@@ -78,7 +78,7 @@ def test_float64_models(poison: float, traffic_seconds: float, seed: int, tmp_pa
         folder = write_checkpoint(tmp_path / str(number), shape, seed=number, mtp=True)
         watched = Watched(draw_config(draw, number, folder, "float64"), poison)
         if number % 2 == 0:
-            with_graphs(watched.engine)
+            with_graphs(watched.engine, apart=number % 4 == 2)
         print(f"round {number}: {watched.engine.config}", json.dumps(shape))
         seen += Traffic(watched, Truth(folder), draw, greedy_only=False).run(20, tolerance=1e-8)
         number += 1
@@ -91,7 +91,7 @@ def test_builtin_model(traffic_seconds: float, seed: int) -> None:
         draw = random.Random(f"{seed} {number}")
         watched = Watched(draw_config(draw, number, None, "float32"), draw.choice([float("nan"), 1e3]))
         if draw.random() < 0.5:
-            with_graphs(watched.engine)
+            with_graphs(watched.engine, apart=draw.random() < 0.5)
         seen += Traffic(watched, truth, draw, greedy_only=True).run(12, tolerance=2e-3)
         number += 1
     assert_seen(seen, BUILTIN_EVENTS)

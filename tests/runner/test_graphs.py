@@ -25,7 +25,8 @@ def test_row_counts() -> None:
     assert row_counts(37)[-2:] == [32, 37]
 
 
-def with_graphs(engine: Engine) -> StepGraphs:
+def with_graphs(engine: Engine, apart: bool = False) -> StepGraphs:
+    """As on a GPU. `apart`: with steps of one kind, too."""
     runner, blueprint = engine.workers.runner, engine.blueprint
     assert runner is not None
     graphs = StepGraphs(
@@ -41,14 +42,15 @@ def with_graphs(engine: Engine) -> StepGraphs:
     )
     graphs.record(progress=False)
     runner.use_graphs(graphs)
+    engine.scheduler._apart = apart
     return graphs
 
 
-def run(graphs: bool, **config: Any) -> dict[str, list[int]]:
+def run(graphs: bool, apart: bool = False, **config: Any) -> dict[str, list[int]]:
     engine = Engine(EngineConfig(device="cpu", max_num_seqs=7, max_num_batched_tokens=64, **config))
     replays: list[object] = []
     if graphs:
-        recorded = with_graphs(engine)
+        recorded = with_graphs(engine, apart)
         inner = recorded.run
         recorded.run = lambda numbers: replays.append(found := inner(numbers)) or found  # type: ignore[method-assign, func-returns-value]
     draw = random.Random(3)
@@ -71,13 +73,16 @@ def run(graphs: bool, **config: Any) -> dict[str, list[int]]:
     engine.check()
     engine.close()
     assert not graphs or sum(found is not None for found in replays) > 10
+    assert not apart or all(found is not None for found in replays)
     return tokens
 
 
 @pytest.mark.parametrize("speculative_tokens", ["0", "2"])
 def test_fixed_shapes_say_the_same(speculative_tokens: str) -> None:
-    config = {"speculative_tokens": speculative_tokens, "dtype": "float64"}
-    assert run(True, **config) == run(False, **config)
+    config: dict[str, Any] = {"speculative_tokens": speculative_tokens, "dtype": "float64"}
+    expected = run(False, **config)
+    assert run(True, **config) == expected
+    assert run(True, apart=True, **config) == expected
 
 
 def test_padding_writes_nothing() -> None:
@@ -155,6 +160,7 @@ def test_rows_that_do_not_fit_run_as_they_are() -> None:
     seating = Seating(seat=0, token_ids=[5, 6, 7], num_prompt=3, params=params, blocks=(1,))
     row = Row(seat=0, start=0, num_tokens=3, samples=True, write_slots=(-1, -1, 0))
     result = runner.step(Plan(step=0, seatings=[seating], rows=[row], num_decode=0))
-    assert graphs.run(Numbers.of(Plan(step=1, rows=[row, row], num_decode=0))) is None
+    assert graphs.run(Numbers.of(Plan(step=1, rows=[row, row], num_decode=1))) is None
+    assert graphs.run(Numbers.of(Plan(step=1, rows=[row, row, row], num_decode=0))) is None  # more than there are seats
     assert runner.inputs.recent[:, 0].tolist() == [result.rows[0].token_ids[0], 0, 0]
     engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -37,6 +38,9 @@ class Threes:
 
     def look_ahead(self, token_ids_T: Tensor, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
         raise AssertionError("the model has no MTP layer")
+
+    def shortened(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         self.asked.append(len(hidden_ND))

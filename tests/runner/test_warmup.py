@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -9,6 +12,7 @@ from deltaserve.config import EngineConfig
 from deltaserve.engine.engine import Engine
 from deltaserve.layers.context import ForwardContext
 from deltaserve.runner.warmup import WarmUp
+from tests.models.factory import tiny_config, write_checkpoint
 
 MOST = 40
 
@@ -56,3 +60,21 @@ def test_short_contexts_fill_a_step_together(monkeypatch: pytest.MonkeyPatch) ->
     assert seen >= {1, 2, 16, 17, 32, 33, MOST}
     WarmUp(runner, 1000)._all_sizes()
     assert max(seen) == 3 * 16
+
+
+def test_few_layers_run_what_all_run(tmp_path: Path) -> None:
+    """Shapes of layers, and of what they get from the one before: eight of 48 have all of the 80B's."""
+    folder = write_checkpoint(tmp_path, tiny_config(num_hidden_layers=12), seed=0)
+    engine = Engine(EngineConfig(model=str(folder), device="cpu", max_num_batched_tokens=MOST, num_blocks=4))
+    runner = engine.workers.runner
+    assert runner is not None
+    ran: list[int] = []
+    for index, layer in enumerate(runner.model.layers):  # type: ignore[attr-defined]
+        layer.register_forward_hook(lambda *_, index=index: ran.append(index))
+    with runner.model.shortened():
+        WarmUp(runner, MOST)._prefill(np.array([3]))
+    assert ran == list(range(8))
+    ran.clear()
+    WarmUp(runner, MOST)._prefill(np.array([3]))
+    assert ran == list(range(12))
+    engine.close()

@@ -39,6 +39,7 @@ class Rig:
         num_drafts_for: Callable[[Running], int] | None = None,
         overlap: bool = False,
         speculation: Speculation | None = None,
+        apart: bool = False,
     ) -> None:
         self.runner = FakeRunner(block_size, right_drafts)
         self.cache = CacheManager(
@@ -58,7 +59,10 @@ class Rig:
             EOS,
             num_drafts_for=num_drafts_for if num_drafts_for is not None else lambda sequence: max_drafts,
             speculation=speculation,
+            apart=apart,
         )
+        self.apart, self.stood_still = apart, set[int]()
+        """Requests, by order of arrival, that had their turn to come after the last plan."""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_len = min(max_model_len, num_blocks * block_size)
         self.requests: dict[str, Request] = {}
@@ -172,9 +176,13 @@ class Rig:
         assert sum(row.num_tokens for row in plan.rows) <= self.max_num_batched_tokens, "the step is too long"
         moving = {row.seat for row in plan.rows}
         lines = self.scheduler._lines
-        moved = next((s.seat for s in lines.running if not s.is_ending or s.seat in moving), None)
-        assert moved in moving, "the oldest running request stands still"
-        assert all(s.seat in moving for s in lines.extending), "a request that extends has no token in this step"
+        oldest = next((s for s in lines.running if not s.is_ending or s.seat in moving), None)
+        assert oldest is not None, "a step of nobody"
+        still = {s.order for s in [oldest, *lines.extending] if s.seat not in moving}
+        assert self.apart or not still, "the oldest or a request that extends has no token in this step"
+        assert not still & self.stood_still, "nor had it in the one before"
+        assert not self.apart or plan.num_decode in (0, len(plan.rows)), "a mixed step"
+        self.stood_still = still
         cached_blocks, cached_slots = self.cache._index.check()
         for row in plan.rows:
             assert not set(row.write_slots) & set(cached_slots), "a published state is written"

@@ -38,6 +38,12 @@ class Workers:
         self.runner: Runner | None
         self.blueprint, self.runner = make_runner(config, it, model, fill)
 
+    @property
+    def prefers_apart(self) -> bool:
+        """Whether steps of one kind, rows that extend or prompts, run faster than mixed ones: those go without graphs,
+        and keep the host busy for longer than the device."""
+        return self.runner is not None and self.runner.graphs is not None
+
     def launch(self, plan: Plan) -> Pending:
         """Begin a step; its outcome can be had later. Steps are computed in the order of their launch."""
         assert self.runner is not None, "the workers are closed"

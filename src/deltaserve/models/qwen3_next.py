@@ -7,7 +7,9 @@ Shape letters: T tokens of the step, N those whose logits are wanted, D hidden w
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,8 @@ class Qwen3Next(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         rotary = Rotary(config.max_position, config.rotary_dim, config.rope_theta, config.rope_scaling, device)
         self.layers = nn.ModuleList()
+        self._depth: int | None = None
+        """Layers that a pass goes through, from the first; None: all."""
         for index, (kind, mlp_kind) in enumerate(zip(config.layer_kinds, config.mlp_kinds, strict=True)):
             ordinal = config.layer_kinds[:index].count(kind)
             name = f"layers.{index}"
@@ -63,10 +67,24 @@ class Qwen3Next(nn.Module):
         """int64 [T], rows one after the other -> hidden states [T, D] after the final norm."""
         residual_TD = self.embed_tokens(token_ids_T)
         x_TD = torch.zeros_like(residual_TD)
-        for layer in self.layers:
+        for layer in islice(self.layers, self._depth):
             x_TD, residual_TD = layer(x_TD, residual_TD, context)
         hidden_TD, _ = self.norm.add(x_TD, residual_TD)
         return hidden_TD
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Within it passes go through the first few layers only: as many as run whatever the others run. What comes
+        out means nothing."""
+        kinds = [_kind(layer) for layer in self.layers]
+        behind = list(zip([None, *kinds], kinds, strict=False))  # what a layer runs depends on the one before, too
+        depth = max(behind.index(pair) for pair in behind) + 1
+        depth += kinds[depth - 1 :].index(kinds[-1])  # the last norm stands behind such a layer as it does
+        self._depth = depth
+        try:
+            yield
+        finally:
+            self._depth = None
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """[N, D] -> [N, V], float32 (float64 in float64)."""
@@ -79,3 +97,9 @@ class Qwen3Next(nn.Module):
         assert self.mtp is not None, "the model was made without its MTP layer"
         ahead_TD: Tensor = self.mtp(self.embed_tokens(token_ids_T), hidden_TD, context)
         return ahead_TD
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """Equal for layers that run the same kernels: types of modules, shapes and dtypes of weights."""
+    modules = [(name, type(module)) for name, module in layer.named_modules()]
+    return *modules, *((name, weight.shape, weight.dtype) for name, weight in layer.named_parameters())

@@ -26,7 +26,7 @@ class Columns:
     Name         Shape   Dtype   Meaning, and what padding gets
     seat         [B]     int64   each row's seat; the one behind the last, which no request has
     read_slot    [B]     int64   as the layout's; -1
-    last         [1]     int64   the last token of the first row
+    last         [B]     int64   the last token of each row that samples; 0
     token        [T]     int64   token ids; 0
     position     [T]     int64   as the layout's; 0, 1, 2 ...
     write_slot   [T]     int64   as the layout's; -1
@@ -54,7 +54,7 @@ class Columns:
 
     @classmethod
     def make(cls, rows: int, tokens: int, longest: int, device: torch.device | str, pinned: bool = False) -> Columns:
-        sizes = [rows, rows, 1, *[tokens] * 4, rows, rows * longest, -(-rows // 2), -(-(rows + 1) // 2)]
+        sizes = [*[rows] * 3, *[tokens] * 4, rows, rows * longest, -(-rows // 2), -(-(rows + 1) // 2)]
         buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pinned)
         *wide, num_open, later_slot, context_len, bounds = buffer.split_with_sizes(sizes)
         seat, read_slot, last, token, position, write_slot, kv_index = wide
@@ -100,7 +100,7 @@ class Feed:
             later_slot[:] = NOBODY
             later_slot[: len(numbers.seats), 0] = numbers.read_slot
             later_slot[: len(numbers.seats), 1 : 1 + numbers.most_open] = numbers.later_slot
-        host.last[0] = int(numbers.counts[0]) - 1 if own else 0
+        _set(host.last, numbers.row_starts[1:][numbers.sampling] - 1, rows, 0)
         self.columns.buffer.copy_(host.buffer, non_blocking=True)
         if copied is not None:
             copied.record()

@@ -1,9 +1,9 @@
 """Steps of fixed shapes: recorded once as CUDA graphs, replayed whenever a step fits one.
 
-Two kinds. *Decode*: rows that only extend, all by as many tokens. *Prompt*: one row of a prompt, which would keep the
-host busier than the device. What a step leaves over of the graph's rows and tokens is *padding*: it reads the zero
-state, has no context, writes nothing, and sits in a seat that no request has. What changes from step to step stands in
-tensors at fixed places.
+Two kinds. *Decode*: rows that only extend, all by as many tokens. *Prompt*: rows of prompts of any lengths, whose
+launches would keep the host busier than the device. What a step leaves over of the graph's rows and tokens is
+*padding*: it reads the zero state, has no context, writes nothing, and sits in a seat that no request has. What changes
+from step to step stands in tensors at fixed places.
 
 On a CPU nothing is recorded and the same lines run each time. Knows no sampling and no queue.
 
@@ -35,8 +35,14 @@ from deltaserve.runner.staging import Ints, to_device
 
 Kept = TypeVar("Kept")
 
-PROMPT_TOKENS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-"""Prompts up to each of these share a graph. Longer ones keep the device busy for longer than their launches take."""
+PROMPT_TOKENS = (
+    *(64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+    *(2304, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192),
+)
+"""Prompts of together as many tokens as each of these share a graph. Beyond, steps keep the device busy for longer than
+their launches take."""
+MAX_PROMPTS = 16
+"""Rows of a prompt graph that are not padding, at most."""
 
 
 def row_counts(most: int) -> list[int]:
@@ -55,7 +61,7 @@ class Shape:
     rows: int
     tokens: int
     is_decode: bool
-    """Else the rows are one prompt, and padding of at least one token."""
+    """Else the rows are prompts, and padding of at least one token."""
 
     @property
     def length(self) -> int:
@@ -91,14 +97,16 @@ class StepGraphs:
         self.device = recent.device
         self.rows, self.lengths = row_counts(num_seats), tuple(lengths)
         self.prompts = [size for size in PROMPT_TOKENS if size <= max_tokens]
+        self.prompt_rows = min(num_seats, MAX_PROMPTS) + 1
         most = max(num_seats * max(lengths), *(size + 1 for size in self.prompts), 1)
         self.block_table = torch.full((num_seats + 1, num_blocks), -1, dtype=torch.int32, device=self.device)
-        self._feed = Feed(seats, max(num_seats, 2), most, max(lengths), self.device)
+        most_rows = max(num_seats, self.prompt_rows)
+        self._feed = Feed(seats, most_rows, most, max(lengths), self.device)
         self._later = torch.zeros(num_seats, dtype=torch.int64, device=self.device)
         """[S] int64: by how much the last step's rows start later than was said."""
         self.hidden = torch.zeros(most, hidden_size, dtype=dtype, device=self.device)
         """[T, D]: of the last step's tokens."""
-        before = max(num_seats, 2) if pools.hidden else 0
+        before = most_rows if pools.hidden else 0
         self._before = torch.zeros(before, hidden_size, dtype=dtype, device=self.device)
         self._replay: dict[Shape, Callable[[], ForwardContext]] = {}
         self.memory: Any = None
@@ -113,15 +121,18 @@ class StepGraphs:
     def shapes(self) -> list[Shape]:
         """Of every graph, the largest first: the smaller ones use its memory again."""
         decode = [Shape(rows, rows * length, True) for length in self.lengths for rows in self.rows]
-        prompts = [Shape(2, size + 1, False) for size in self.prompts]
+        prompts = [Shape(self.prompt_rows, size + 1, False) for size in self.prompts]
         return sorted(decode + prompts, key=lambda shape: -shape.tokens)
 
     @torch.inference_mode()
     def record(self, progress: bool = True) -> None:
         """Record all graphs."""
+        kinds = set[tuple[bool, int]]()
         for shape in tqdm(self.shapes, desc="Recording graphs", disable=not progress):
             self.show_nothing(shape.rows, shape.tokens)
-            self._replay[shape] = recorded(partial(self._forward, shape), self)
+            kind = (shape.is_decode, shape.length if shape.is_decode else 0)
+            self._replay[shape] = recorded(partial(self._forward, shape), self, is_first=kind not in kinds)
+            kinds.add(kind)
 
     def show_nothing(self, rows: int, tokens: int) -> None:
         """The numbers of a step that is all padding."""
@@ -138,16 +149,16 @@ class StepGraphs:
         context = self._replay[shape]()
         later = self._later[: len(numbers.counts)] if numbers.most_open else None
         tokens, columns = int(numbers.row_starts[-1]), self._feed.columns
-        last = None if shape.is_decode else columns.last
+        last = None if shape.is_decode else columns.last[: len(numbers.sampling)]
         rows = shape.rows if shape.is_decode else None
         before = self._before[: len(numbers.counts)] if self.pools.hidden else None
         batch = Batch(numbers, columns.token[:tokens], context, last, before, rows, later)
         return batch, self.hidden[:tokens]
 
     def _shape_of(self, numbers: Numbers) -> Shape | None:
-        count, length = len(numbers.counts), int(numbers.counts[0])
-        if numbers.num_decode == 0 and count == 1 and self.prompts and length <= self.prompts[-1]:
-            return Shape(2, self.prompts[bisect_left(self.prompts, length)] + 1, False)
+        count, length, tokens = len(numbers.counts), int(numbers.counts[0]), int(numbers.row_starts[-1])
+        if numbers.num_decode == 0 and count < self.prompt_rows and self.prompts and tokens <= self.prompts[-1]:
+            return Shape(self.prompt_rows, self.prompts[bisect_left(self.prompts, tokens)] + 1, False)
         is_alike = numbers.num_decode == count and bool((numbers.counts == length).all())
         if not is_alike or length not in self.lengths:
             return None
@@ -219,12 +230,15 @@ def _nothing() -> Numbers:
     return Numbers.of(Plan(step=-1, rows=[], num_decode=0))
 
 
-def recorded(run: Callable[[], Kept], steps: StepGraphs) -> Callable[[], Kept]:
+def recorded(run: Callable[[], Kept], steps: StepGraphs, is_first: bool = True) -> Callable[[], Kept]:
     """What does over again what `run` does, with the same tensors, and returns what that returned; in the memory that
-    all graphs of `steps` share. On a CPU it is `run` itself."""
+    all graphs of `steps` share. On a CPU it is `run` itself.
+
+    is_first: of those that differ in sizes alone."""
     if steps.device.type == "cpu":
         return run
-    run()  # whatever a first call sets up must not be recorded
+    if is_first:
+        run()  # whatever a first call sets up must not be recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=steps.memory):
         kept = run()

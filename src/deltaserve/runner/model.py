@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ class Model(Protocol):
 
     def __call__(self, token_ids_T: Tensor, context: ForwardContext) -> Tensor:
         """The hidden states [T, D] after the final norm."""
+
+    def shortened(self) -> AbstractContextManager[None]:
+        """Within it passes go through few layers, which run the kernels of all."""
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """[N, vocab], float32; float64 of a float64 model."""

@@ -78,7 +78,8 @@ def _measure(config: EngineConfig, blueprint: Blueprint, model: Model) -> Bluepr
     del runner, warm_up
     torch.cuda.empty_cache()
     free = free_memory(blueprint.device) + blueprint.memory.sizes.weights
-    return blueprint.measured(config, free, reserve=steps + num_graphs * GRAPH_BYTES)
+    graphs = 0 if config.enforce_eager else steps + num_graphs * GRAPH_BYTES  # in memory of their own
+    return blueprint.measured(config, free, reserve=steps + graphs)
 
 
 def _check_guesses(blueprint: Blueprint, model: Model) -> Blueprint:

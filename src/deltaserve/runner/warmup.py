@@ -53,14 +53,18 @@ class WarmUp:
     def compile(self) -> None:
         """Compiles, in parallel, what steps of all sizes need. Results are cached on the disk by Triton."""
         begin = time.perf_counter()
-        with compiling_only(min(MAX_COMPILERS, 2 * (os.cpu_count() or 1))):
+        with compiling_only(min(MAX_COMPILERS, 2 * (os.cpu_count() or 1))), self._runner.model.shortened():
             self._all_sizes()
         torch.cuda.synchronize()
         logger.info("compiled kernels in %.1f s", time.perf_counter() - begin)
 
     def run(self) -> None:
-        """Runs steps of all sizes, and the sampler with everything a request may ask for."""
-        self._all_sizes()
+        """Runs steps of all sizes through few layers, the largest through all, and the sampler with everything a
+        request may ask for."""
+        with self._runner.model.shortened():
+            self._all_sizes()
+        with torch.inference_mode():
+            self._prefill(self._prompts(self._max_tokens))
         self._sample()
         torch.cuda.synchronize()
 

@@ -20,6 +20,9 @@ must be its last by length is followed by none; one that turns out to be the las
 as above. A plan made ahead takes nothing from anybody and leaves nobody out whom the same plan made later would hold:
 where memory would have to be taken, or the longest context might not hold the row, it is not made, and the caller
 commits first.
+
+Steps of one kind. Where the device runs rows that extend and prompts faster apart than together, they take turns: a
+prompt's chunk, then a token for everybody.
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache as once
 
 from deltaserve.cache.lease import Lease
@@ -39,25 +41,9 @@ from deltaserve.scheduler import policy
 from deltaserve.scheduler.admission import Admission
 from deltaserve.scheduler.counters import Counters
 from deltaserve.scheduler.lines import Lines
+from deltaserve.scheduler.planned import Planned
 from deltaserve.scheduler.sequence import Sequence
 from deltaserve.scheduler.speculation import Speculation
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A row in flight, with the lease it was planned with."""
-
-    sequence: Sequence
-    lease: Lease
-    row: Row
-    extends: bool
-    num_real: int = 0
-    """Drafts of the row that were proposed. Behind them stand such as make the row as long as its mates."""
-
-    @property
-    def is_live(self) -> bool:
-        """Its request has neither ended nor been sent back since."""
-        return self.sequence.lease is self.lease
 
 
 class Scheduler:
@@ -73,6 +59,7 @@ class Scheduler:
         seed: int = 0,
         num_drafts_for: Callable[[Sequence], int] = policy.proposed_drafts,
         speculation: Speculation | None = None,
+        apart: bool = False,
     ) -> None:
         """
         max_num_seqs: seats, the requests that run at once.
@@ -82,6 +69,7 @@ class Scheduler:
         seed: draws the seeds of requests that bring none.
         num_drafts_for: drafts to verify in a sequence's next row; cut to what the cache keeps and the step holds.
         speculation: says how many drafts a step proposes; None proposes none.
+        apart: rows that extend and prompts are not in one step.
 
         Raises ValueError when a step could not hold one token of each request.
         """
@@ -95,10 +83,12 @@ class Scheduler:
         self._max_num_batched_tokens, self._max_model_len = max_num_batched_tokens, max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
         self._num_drafts_for = num_drafts_for
-        self._speculation = speculation or Speculation(0)
+        self._speculation, self._apart = speculation or Speculation(0), apart
+        self._prompts_next = True
+        """Whose turn it is: the last step had none."""
         self._seeds = random.Random(seed)
         self._num_added = 0
-        self._in_flight: dict[int, list[_Planned]] = {}
+        self._in_flight: dict[int, list[Planned]] = {}
         """By step, oldest first; two at most."""
         self._num_propose: int | None = None
         """The choice for the next plan, when it was asked for and that plan is not made yet."""
@@ -171,36 +161,23 @@ class Scheduler:
         """The next step; None when there is nothing to do, or nothing before the step in flight is committed. Every
         plan is followed by its `commit`, in the order of the plans."""
         assert len(self._in_flight) < 2, f"steps {list(self._in_flight)} are planned and not committed"
-        ahead = bool(self._in_flight)
-        extending = self._lines.extending
-        if not self._lines or (ahead and self._must_wait(extending)):
+        if not self._lines:
             return None
-        wanted = self._wanted_drafts(extending)
-        drafts = self._share_drafts(extending, list(wanted.values()))
-        budget = self._max_num_batched_tokens - len(extending) - sum(drafts)
-        sizes = {s.order: 1 + k for s, k in zip(extending, drafts, strict=True)}
-        if ahead and not self._has_room(sizes | self._share_prompts(budget)):
-            return None
-        seated = self._admission.admit(budget)
-        sizes |= self._share_prompts(budget)
-        seatings = [s.seating() for s in seated]
-        planned = self._place(sizes, wanted, self._choose_drafts())
-        assert planned or ahead, "requests wait and none can move"
-        assert all(s.lease is not None for s in seated), "a request is let in and sent back in one step"
-        if not planned:
-            return None
-        planned.sort(key=lambda p: not p.extends)  # stable: each kind stays in the order of arrival
-        step = self._counters.steps
-        self._counters.steps += 1
-        self._num_propose = None
-        self._in_flight[step] = planned
-        return Plan(
-            step=step,
-            seatings=seatings,
-            rows=[p.row for p in planned],
-            num_decode=sum(p.extends for p in planned),
-            drafts=self._drafts_in_use,
-        )
+        for with_extending, with_prompts in self._kinds():
+            extending = self._lines.extending if with_extending else []
+            if self._in_flight and self._must_wait(extending):
+                return None
+            wanted = self._wanted_drafts(extending)
+            drafts = self._share_drafts(extending, list(wanted.values()), with_prompts)
+            budget = self._max_num_batched_tokens - len(extending) - sum(drafts) if with_prompts else 0
+            sizes = {s.order: 1 + k for s, k in zip(extending, drafts, strict=True)}
+            if self._in_flight and not self._has_room(sizes | self._share_prompts(budget)):
+                return None
+            plan = self._fill(sizes, budget, wanted)
+            if plan is not None:
+                return plan
+        assert self._in_flight, "requests wait and none can move"
+        return None
 
     def commit(self, plan: Plan, result: Result, seconds: float | None = None) -> list[Output]:
         """Take a step's outcome: tokens, stop rules and memory, row by row. One output for each row that has news.
@@ -231,6 +208,37 @@ class Scheduler:
         self._cache.check(self._lines.check())
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _kinds(self) -> list[tuple[bool, bool]]:
+        """(rows that extend, prompts) of the next step, and what else it may be if that comes to nothing."""
+        has_prompts = bool(self._lines.prefilling or self._lines.candidates)
+        if not (self._apart and has_prompts and self._lines.extending):
+            return [(True, True)]
+        return [(False, True), (True, False)] if self._prompts_next else [(True, False), (False, True)]
+
+    def _fill(self, sizes: dict[int, int], budget: int, wanted: dict[int, int]) -> Plan | None:
+        """A plan of `sizes` tokens of extending rows and `budget` of prompts, newcomers' too; None without a row."""
+        seated = self._admission.admit(budget)
+        sizes |= self._share_prompts(budget)
+        seatings = [s.seating() for s in seated]
+        planned = self._place(sizes, wanted, self._choose_drafts())
+        assert all(s.lease is not None for s in seated), "a request is let in and sent back in one step"
+        if not planned:
+            return None
+        planned.sort(key=lambda p: not p.extends)  # stable: each kind stays in the order of arrival
+        step = self._counters.steps
+        self._counters.steps += 1
+        self._num_propose = None
+        self._in_flight[step] = planned
+        num_decode = sum(p.extends for p in planned)
+        self._prompts_next = num_decode == len(planned)
+        return Plan(
+            step=step,
+            seatings=seatings,
+            rows=[p.row for p in planned],
+            num_decode=num_decode,
+            drafts=self._drafts_in_use,
+        )
 
     def _must_wait(self, extending: list[Sequence]) -> bool:
         """Whether the next step cannot be planned before the outcome of the one in flight is known."""
@@ -270,9 +278,9 @@ class Scheduler:
             wanted[sequence.order] = max(min(self._num_drafts_for(sequence), most), 0)
         return wanted
 
-    def _share_drafts(self, extending: list[Sequence], wanted: list[int]) -> list[int]:
+    def _share_drafts(self, extending: list[Sequence], wanted: list[int], with_prompts: bool) -> list[int]:
         """Drafts of each row: as many as its mates have, as far as the longest context goes."""
-        prompts = [*self._lines.prefilling, *self._lines.candidates]
+        prompts = [*self._lines.prefilling, *self._lines.candidates] if with_prompts else []
         number = policy.share_drafts(self._max_num_batched_tokens, wanted, sum(s.num_to_prefill for s in prompts))
         return [0 if s.lease is None else min(number, self._longest - s.lease.most_planned - 1) for s in extending]
 
@@ -285,10 +293,10 @@ class Scheduler:
             for s, n in zip(prompts, shares, strict=True)
         }
 
-    def _place(self, sizes: dict[int, int], wanted: dict[int, int], num_propose: int) -> list[_Planned]:
+    def _place(self, sizes: dict[int, int], wanted: dict[int, int], num_propose: int) -> list[Planned]:
         """Memory for `sizes` tokens of each running request, by order of arrival; the youngest make room. Where there
         is room for `num_propose` drafts behind them, so many are proposed."""
-        planned: list[_Planned] = []
+        planned: list[Planned] = []
         owed = once(lambda: sum(self._admission.blocks_owed(s) for s in self._lines.running))  # seldom asked for
         for sequence in list(self._lines.running):
             lease, num_tokens = sequence.lease, sizes.get(sequence.order, 0)
@@ -306,7 +314,7 @@ class Scheduler:
             if row is not None:
                 num_real = min(num_drafts, wanted.get(sequence.order, 0))
                 sequence.num_proposed = row.num_propose
-                planned.append(_Planned(sequence, lease, row, extends, num_real))
+                planned.append(Planned(sequence, lease, row, extends, num_real))
         return planned
 
     def _cut_drafts(
@@ -357,7 +365,7 @@ class Scheduler:
             self._speculation.took(*kind, seconds)
         self._last_kind = kind
 
-    def _commit_row(self, planned: _Planned, result: RowResult) -> Output | None:
+    def _commit_row(self, planned: Planned, result: RowResult) -> Output | None:
         sequence, row, counters = planned.sequence, planned.row, self._counters
         num_drafts, num_accepted = planned.num_real, min(planned.num_real, max(len(result.token_ids) - 1, 0))
         if planned.extends:
