@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 SMOOTH = 16
 """Steps that a mean follows, about."""
 SURE = 4
-"""From so many on, a time counts as at least half of what was expected. Before, one that is less says that those before
-it were stalls, and they are forgotten; for stalls are all on one side. At most twice of it counts always."""
+"""Of so many times the least counts, for stalls are all on one side. Behind them a time counts as half of what was
+expected at least, and twice of it at most."""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """The guess, in units of a plain step of one request: `fixed + per_token * tokens` and what its experts take;
-    having drafts costs `drafting`, and each draft of a batch `per_draft` and `per_drafted_token` for each request.
+    """The guess, in units of a plain step of one request: `fixed + per_token * tokens` and what its experts take, and
+    `several` for more than one token; each draft of a batch costs `per_draft` and `per_drafted_token` for each request.
 
     The defaults are those of the built-in model on two CPU cores; `docs/LOG.md` tells how they were measured.
     """
@@ -27,20 +27,21 @@ class StepCost:
     """Reading all experts' weights, of which each token asks for `per_expert` and those of a step share what they read.
     """
     per_expert: float = 0.0
-    drafting: float = 0.0
-    """Having any drafts at all."""
+    several: float = 0.0
+    """Having more than one token: kernels for one are left."""
 
     def of(self, num_rows: int, num_drafts: int) -> float:
         """A step that verifies and proposes so many drafts for each of its rows."""
         tokens = num_rows * (1 + num_drafts)
         step = self.fixed + self.per_token * tokens + self.experts * (1 - (1 - self.per_expert) ** tokens)
-        drafting = self.drafting if num_drafts else 0.0
-        return step + drafting + num_drafts * (self.per_draft + self.per_drafted_token * num_rows)
+        step += self.several if tokens > 1 else 0.0
+        return step + num_drafts * (self.per_draft + self.per_drafted_token * num_rows)
 
 
-GPU_COST = StepCost(0.85, 0.0125, 0.08, 0.0, experts=9.8, per_expert=10 / 512, drafting=0.46)
-"""Of the 80B model in FP8 on one H200, where a plain step of one request takes 2.17 ms: a fit to the steps of 1 to 128
-requests and of 1 and 8 with up to three drafts in `docs/LOG.md`, within a sixth of each."""
+GPU_COST = StepCost(0.8, 0.0186, 0.153, 0.0, experts=8.96, per_expert=10 / 512, several=0.474)
+"""Of the 80B model in FP8 on one H200, where a plain step of one request takes 2.09 ms: a fit to the steps of 1, 8, 32
+and 128 requests with up to three drafts in `docs/LOG.md`, within 6 % of each and, beside the same requests' without
+drafts, 8 %; plain steps of 2 and 256 requests are 13 and 9 % off."""
 
 
 def size_of(num_rows: int) -> int:
@@ -56,14 +57,11 @@ class _Ratio:
     count: int = 0
 
     def add(self, ratio: float) -> None:
-        if self.count >= SURE:
-            ratio = max(ratio, self.mean / 2)
-        elif ratio < self.mean / 2:
-            self.count = 0
-        if self.count:
-            ratio = min(ratio, self.mean * 2)
         self.count = min(self.count + 1, SMOOTH)
-        self.mean += (ratio - self.mean) / self.count
+        if self.count <= SURE:
+            self.mean = ratio if self.count == 1 else min(self.mean, ratio)
+        else:
+            self.mean += (min(max(ratio, self.mean / 2), self.mean * 2) - self.mean) / self.count
 
 
 @dataclass

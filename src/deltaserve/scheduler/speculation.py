@@ -29,8 +29,10 @@ MARGIN = 1.01
 ALARM_DRAFTS = 1000
 ALARM_SHARE = 0.05
 """Where fewer of so many drafts are right, something is wrong with the layer that makes them."""
-PROBE_STEPS = 8
+PROBE_STEPS = 4
 """Of a try."""
+AFRESH = 2.0
+"""Weight of what was known of a place when a try of it begins."""
 PROBE_SHARE = 0.01
 """Of the time, at most, lost by tries."""
 FIRST_PATIENCE, MOST_PATIENCE = 1 / 8, 4
@@ -160,6 +162,6 @@ class Speculation:
 
     def _forget(self, place: int) -> None:
         """Let what is about to be seen outweigh what was seen before."""
-        scale = min(1.0, PRIOR / self._drafted[place])
+        scale = min(1.0, AFRESH / self._drafted[place])
         self._drafted[place] *= scale
         self._accepted[place] *= scale
