@@ -71,11 +71,11 @@ def test_step_of_nine_tokens(target: str) -> None:
     assert_fits(compile_step(target, 128), target, spilled=128)
 
 
-@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("target", TARGETS)
-def test_join(target: str, rows: int) -> None:
+def test_join(target: str, tokens: int) -> None:
     kernel = triton_step.join_kernel
-    slice, parts = triton_step.join_tile(rows, 256)
+    slice, parts = triton_step.join_tile(tokens, 256)
     constants = {
         "NUM_Q": 16, "WIDTH": 256, "SLICE": slice, "PARTS": parts, "BLOCK": 64, "SPAN": 128, "HAS_GATE": True,
         "EARLY": target == "sm_90",

@@ -33,7 +33,7 @@ from deltaserve.ops.linear.triton_early import early_options, let_next_start, wa
 
 UNITS = 4
 """Units of work per multiprocessor that all key heads together are cut into."""
-FEW_ROWS = 8
+FEW_TOKENS = 8
 
 
 class StepConfig(NamedTuple):
@@ -56,10 +56,10 @@ def choose(device: Properties, queries: int, width: int, element_size: int) -> S
     return StepConfig(32, 4 if queries <= 32 else 8, 2)
 
 
-def join_tile(rows: int, block_d: int) -> tuple[int, int]:
-    """Dimensions and units of a program that joins. A turn of its loop takes some 3 us: few rows have many
-    units each, and leave room for many programs, which take them all in one or two turns."""
-    return (min(block_d, 32), 128) if rows <= FEW_ROWS else (block_d, 16)
+def join_tile(tokens: int, block_d: int) -> tuple[int, int]:
+    """Dimensions and units of a program that joins. A turn of its loop takes some 3 us: few tokens have many units each,
+    and leave room for many programs, which take them all in one or two turns. From 16 tokens on that is slower."""
+    return (min(block_d, 32), 128) if tokens <= FEW_TOKENS else (block_d, 16)
 
 
 @triton.jit
@@ -323,7 +323,7 @@ def step(
         HAS_FIRST_KEY=layout.first_key is not None, HAS_GATE=has_gate, UPCAST=not q_THD.is_cuda,
         num_warps=config.warps, num_stages=config.stages, **early,
     )  # fmt: skip
-    slice, parts = join_tile(rows, block_d)
+    slice, parts = join_tile(rows * length, block_d)
     join_kernel[(num_q, rows * length, triton.cdiv(width, slice))](
         gate_TX, context, out_THD, acc, peak, rows, target, length, gate_TX.stride(0),
         NUM_Q=num_q, WIDTH=width, SLICE=slice, PARTS=parts, BLOCK=BLOCK, SPAN=128, HAS_GATE=has_gate,
