@@ -36,10 +36,11 @@ from deltaserve.runner.staging import Ints, to_device
 Kept = TypeVar("Kept")
 
 PROMPT_TOKENS = (
-    *(64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+    *(32, 63, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048),
     *(2304, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192),
 )
-"""Prompts of together as many tokens as each of these share a graph. Beyond, steps keep the device busy for longer than
+"""Prompts of together as many tokens as each of these share a graph, with a token of padding: up to 64 in all, products
+stream weights (ops/linear/gpu.py). Beyond, steps keep the device busy for longer than
 their launches take."""
 MAX_PROMPTS = 16
 """Rows of a prompt graph that are not padding, at most."""
@@ -96,7 +97,8 @@ class StepGraphs:
         self._recent, self._gained = recent, gained
         self.device = recent.device
         self.rows, self.lengths = row_counts(num_seats), tuple(lengths)
-        self.prompts = [size for size in PROMPT_TOKENS if size <= max_tokens]
+        longest = min(max_tokens, PROMPT_TOKENS[-1])  # whatever a step holds up to there fits
+        self.prompts = sorted({longest, *(size for size in PROMPT_TOKENS if size < longest)})
         self.prompt_rows = min(num_seats, MAX_PROMPTS) + 1
         most = max(num_seats * max(lengths), *(size + 1 for size in self.prompts), 1)
         self.block_table = torch.full((num_seats + 1, num_blocks), -1, dtype=torch.int32, device=self.device)

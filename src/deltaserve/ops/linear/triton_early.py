@@ -26,7 +26,7 @@ What each kernel reads before its wait, and why it may:
 |                  |                 | here, and between passes there are unmarked launches          |
 | entry            | at once         | positions, where entries go                                   |
 | attention step   | at once         | contexts; not the pool, since `entry` has just written to it  |
-| attention join   | at once         | contexts                                                      |
+| attention join   | at once         | contexts; of tiles also where rows begin                      |
 | pairs' gate_up   | after its wait  | the shared expert; of others it needs the ids of `route`      |
 | pairs' down      | at once         | ids and weights of `route`, ended by rule 4, and the experts  |
 | groups' gate_up  | after its wait  | nothing                                                       |
