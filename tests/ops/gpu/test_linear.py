@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltaserve.ops.gpu import properties
 from deltaserve.ops.linear import gpu, reference
-from deltaserve.ops.linear.api import linear
+from deltaserve.ops.linear.api import allocate, linear
 from tests.ops.guarded import guarded, relative
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +53,18 @@ def test_plain(outputs: int, inputs: int, dtype: torch.dtype) -> None:
                 output = linear(x, weight, dtype=out)
             assert output.dtype == out
             assert relative(output, expected) < (LIMITS[dtype] if out == dtype else 1e-4), (tokens, out)
+
+
+def test_an_uneven_weight_of_many_tokens() -> None:
+    """What lies behind it does not matter."""
+    weight = allocate(513, 2048, torch.bfloat16, CUDA)
+    weight.copy_(torch.randn(513, 2048, device=CUDA) / 45)
+    whole = gpu.with_rows_behind(weight)
+    assert whole is not None
+    whole[513:] = torch.nan
+    for tokens in (gpu.MANY - 1, gpu.MANY, gpu.MANY + 1):
+        x = torch.randn(tokens, 2048, device=CUDA).bfloat16()
+        assert relative(linear(x, weight), expected_of(x, weight, None)) < 1e-2, tokens
 
 
 def test_logits() -> None:

@@ -114,6 +114,18 @@ def test_products_with_what_a_norm_has_quantised(tokens: int, addends: int, dtyp
     assert (also_ready is None) == (tokens == 1), "the norm of one token is inside its plain product"
 
 
+def test_a_norm_for_experts_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scales stand row by row."""
+    monkeypatch.setattr(gpu, "GATHERED", 4)
+    x, residual, gain, router = torch.randn(5, 200), torch.randn(5, 200), torch.rand(200), torch.randn(9, 200)
+    with guarded():
+        *_, norm, _, ready = gpu.norm_linear(x, residual, gain, 1e-6, router, None, None, True)
+    assert ready is not None
+    assert ready[1].is_contiguous()
+    for found, expected in zip(ready, quantize_rows(norm), strict=True):
+        assert torch.equal(found.float(), expected.float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(
@@ -213,3 +225,14 @@ def test_many_tokens_need_only_their_quantised_form() -> None:
     expected = gpu.linear(x, weight, scale, torch.float16, ready)
     found = gpu.linear(torch.full_like(x, torch.nan), weight, scale, torch.float16, ready)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("height", [513, 519])
+def test_rows_behind_an_uneven_weight(height: int) -> None:
+    memory = torch.randn(520, 16).bfloat16()
+    found = gpu.with_rows_behind(memory[:height])
+    assert found is not None
+    assert torch.equal(found, memory)
+    assert gpu.with_rows_behind(memory[:height].clone()) is None
+    assert gpu.with_rows_behind(memory[520 - height % 8 :]) is None
+    assert gpu.with_rows_behind(memory[:, :8]) is None

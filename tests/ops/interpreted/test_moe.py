@@ -172,7 +172,11 @@ def test_groups(tokens: int, width: int, inner: int, tiles: Tiles, dtype: torch.
         output = add_up(rows, x.dtype)
         if dtype is None:
             count.zero_()
-            same = triton_groups.grouped(x, *weights, chosen, ids, count, tiles, ready=quantize_rows(x))
+            x_q, x_scale = quantize_rows(x)
+            same = triton_groups.grouped(x, *weights, chosen, ids, count, tiles, ready=(x_q, x_scale))
+            count.zero_()
+            by_row = x_q, x_scale.contiguous()
+            assert torch.equal(triton_groups.grouped(x, *weights, chosen, ids, count, tiles, ready=by_row), same)
             assert torch.equal(same, rows)
     limit = 2e-3 if dtype == torch.float16 else 2e-6 if dtype else FLIPS
     assert relative(output, expected_of(x, weights, chosen, ids)) < limit

@@ -15,6 +15,8 @@ from deltaserve.ops.gpu import has_kernels
 from deltaserve.ops.linear import cpu, reference
 from deltaserve.ops.norm.api import add_gemma_rms_norm
 
+EVEN = 8
+"""A vendor's product of 16 bits wants heights and widths that are multiples of it: rows of 16 bytes."""
 Ready = tuple[Tensor, Tensor]
 """An input that a kernel has quantised while it made it, for products that would do so themselves: the same numbers,
 e4m3 [T', I] and float32 scales [T', i], with T' of at least T. What makes one says so; None on a CPU."""
@@ -89,11 +91,11 @@ def norm_linear(
 
 
 def allocate(out_width: int, in_width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A weight [O, I] not yet filled."""
+    """A weight [O, I] not yet filled. On a GPU there is memory behind it up to a multiple of EVEN rows."""
     if device.type == "cpu":
         # [I, O] in memory: of few inputs, BLAS then makes many outputs up to five times as fast.
         return torch.empty(in_width, out_width, dtype=dtype, device=device).t()
-    return torch.empty(out_width, in_width, dtype=dtype, device=device)
+    return torch.empty(-(-out_width // EVEN) * EVEN, in_width, dtype=dtype, device=device)[:out_width]
 
 
 def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:

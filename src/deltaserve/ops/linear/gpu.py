@@ -7,6 +7,7 @@
 | 4        | the same, if small | triton_gemm                                                  |
 | to 64    | triton_gemm        | triton_gemm                                                  |
 | more     | torch, if even     | the vendor's blockwise product where it is, else triton_gemm |
+| MANY     | torch              | the same                                                     |
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from deltaserve.ops.gpu import properties
 from deltaserve.ops.linear import reference
+from deltaserve.ops.linear.api import EVEN
 
 Ready = tuple[Tensor, Tensor]
 """An input that comes quantised too, as `quantize_rows` gives it."""
@@ -24,6 +26,11 @@ SMALL = 64
 READY_GEMV = 3
 """Tokens up to which a quantised input goes to `triton_gemv`. On an H200 eight layers of 2 tokens take 388 instead of
 458 us, of 3 461 instead of 496; of 4, which it can take too, 514 instead of 502."""
+GATHERED = 1024
+"""Tokens beyond which experts gather whole rows of scales (`moe/triton_roles.py`)."""
+MANY = 256
+"""Tokens from which an uneven plain weight goes to torch together with the rows that lie behind it. On an H200 a router
+of 513 rows takes 5.6 us for 256 of them, 7.0 for 1,024 and 27 for 8,192; by `triton_gemm` 8.1, 18.5 and 50."""
 NORMS_INSIDE = {False: True, True: False}
 """Whether the projection of one token norms its input itself, a launch less, by whether its weight is quantised: then
 programs are many, and it is better that a norm quantises for all of them."""
@@ -45,6 +52,9 @@ def linear(
         if scale_oi is None:
             if not is_uneven(weight_OI):
                 return dense(x_TI, weight_OI, dtype)
+            even_OI = with_rows_behind(weight_OI) if tokens >= MANY else None
+            if even_OI is not None:
+                return dense(x_TI, even_OI, dtype)[:, : weight_OI.shape[0]]
         elif has_blockwise(x_TI, weight_OI, dtype):
             return blockwise(x_TI, weight_OI, scale_oi, ready)
     from deltaserve.ops.linear.triton_gemm import gemm
@@ -83,7 +93,8 @@ def norm_linear(
         return *triton_gemv.norm_gemv(x_TI, residual_TI, gain_I, eps, weight_OI, scale_oi, beside_PI), None
     ready: Ready | None = None
     if quantizes or scale_oi is not None:
-        normed_TI, total_TI, ready = add_norm_rows_quantized(x_TI, residual_TI, gain_I, eps)
+        by_row = scale_oi is None and len(residual_TI) > GATHERED  # then it is for others: experts
+        normed_TI, total_TI, ready = add_norm_rows_quantized(x_TI, residual_TI, gain_I, eps, by_row)
     else:
         normed_TI, total_TI = add_norm_rows(x_TI, residual_TI, gain_I, eps)
     own = None if scale_oi is None else ready
@@ -102,8 +113,19 @@ def takes_gemv(tokens: int, weight_OI: Tensor, scale_oi: Tensor | None, ready: R
 
 def is_uneven(weight_OI: Tensor) -> bool:
     """Whether a weight of 16 bits has a height or width that takes the vendor's slow way: a router with a row more than
-    experts costs 252 us for 8,192 tokens on an H200, several times its share."""
-    return weight_OI.element_size() == 2 and (weight_OI.shape[0] % 8 != 0 or weight_OI.shape[1] % 8 != 0)
+    experts costs 252 us for 8,192 tokens on an H200, ten times its share."""
+    return weight_OI.element_size() == 2 and (weight_OI.shape[0] % EVEN != 0 or weight_OI.shape[1] % EVEN != 0)
+
+
+def with_rows_behind(weight_OI: Tensor) -> Tensor | None:
+    """The weight and what follows in its memory, up to a height that is even, as `allocate` leaves room for; None where
+    there is less. What these rows hold does not matter: nobody sees their products."""
+    height, width = weight_OI.shape
+    height += -height % EVEN
+    if not weight_OI.is_contiguous() or width % EVEN:
+        return None
+    room = weight_OI.untyped_storage().nbytes() // weight_OI.element_size() - weight_OI.storage_offset()
+    return weight_OI.as_strided((height, width), (width, 1)) if room >= height * width else None
 
 
 def dense(x_TI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:

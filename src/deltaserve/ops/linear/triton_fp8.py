@@ -142,9 +142,11 @@ def quantize_rows(x_TI: Tensor, early: bool | None = None) -> tuple[Tensor, Tens
     return x_q, scale
 
 
-def new_quantized(tokens: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def new_quantized(tokens: int, width: int, device: torch.device, by_row: bool = False) -> tuple[Tensor, Tensor]:
     """Room for a quantised input [T, I]: e4m3 [T', I] and float32 scales [T', i] that stand column by column in memory,
-    as the vendor's product wants them. T' is T up to a multiple of 4."""
-    padded = -(-tokens // 4) * 4
+    as the vendor's product wants them, or `by_row`. T' is T up to a multiple of 4."""
+    padded, blocks = -(-tokens // 4) * 4, -(-width // 128)
     x_q = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=device)
-    return x_q, torch.empty(-(-width // 128), padded, dtype=torch.float32, device=device).t()
+    if by_row:
+        return x_q, torch.empty(padded, blocks, dtype=torch.float32, device=device)
+    return x_q, torch.empty(blocks, padded, dtype=torch.float32, device=device).t()

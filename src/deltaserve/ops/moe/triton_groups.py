@@ -258,6 +258,8 @@ def gate_up(
     if ready:
         assert tiles.inner == 128, f"moe: {tiles.inner} inner columns are not a block"
         x_in, x_scale = quantized or quantize_rows(x_TD, early)
+        if x_scale.stride(0) != 1 and not tiles.roles:
+            x_scale = x_scale.t().contiguous().t()
         x_in, stride = fp8_way(x_in, x_scale)[0], x_scale.stride(1)
         h_scale = torch.empty(num_pairs, -(-inner // 128), dtype=torch.float32, device=device)
     if tiles.roles:

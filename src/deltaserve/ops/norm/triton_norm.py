@@ -45,10 +45,11 @@ def norm_kernel(
     ADDENDS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     FP8: tl.constexpr,
+    BY_ROW: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """ADDENDS: rows behind one another that x is the sum of, rounded; 0: x is itself. FP8: whether, and how, the norm
-    is stored quantised as well, `padded` rows of it, with scales [blocks, padded]."""
+    is stored quantised as well, `padded` rows of it, with scales [blocks, padded], or [padded, blocks] BY_ROW."""
     let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
@@ -82,7 +83,11 @@ def norm_kernel(
         block = tl.arange(0, BLOCK_D // 128)
         scales = tl.reshape(scales, (ROWS, BLOCK_D // 128))
         is_block = (block * 128 < WIDTH)[None, :]
-        tl.store(scale_ptr + block[None, :] * padded + row[:, None], scales, mask=is_stored & is_block)
+        if BY_ROW:
+            scale_at = row[:, None] * ((WIDTH + 127) // 128) + block[None, :]
+        else:
+            scale_at = block[None, :] * padded + row[:, None]
+        tl.store(scale_ptr + scale_at, scales, mask=is_stored & is_block)
 
 
 @triton.jit(do_not_specialize=["num_rows", "padded", "eps"])
@@ -154,10 +159,11 @@ def add_norm_rows(x_D: Tensor, residual_D: Tensor, weight_plus_one_D: Tensor, ep
 
 
 def add_norm_rows_quantized(
-    x_ND: Tensor, residual_ND: Tensor, weight_plus_one_D: Tensor, eps: float
+    x_ND: Tensor, residual_ND: Tensor, weight_plus_one_D: Tensor, eps: float, by_row: bool = False
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """As `add_norm_rows` of [N, D] or [N, K, D], and the norm as `quantize_rows` would give it."""
-    ready = new_quantized(*residual_ND.shape, residual_ND.device)
+    """As `add_norm_rows` of [N, D] or [N, K, D], and the norm as `quantize_rows` would give it, or with a row's scales
+    one behind the other."""
+    ready = new_quantized(*residual_ND.shape, residual_ND.device, by_row)
     normed_ND, sum_ND = _add_norm(x_ND, residual_ND, weight_plus_one_D, eps, ready)
     return normed_ND, sum_ND, ready
 
@@ -266,6 +272,7 @@ def _launch(
         ADDENDS=addends,
         HAS_RESIDUAL=adds,
         FP8=way,
+        BY_ROW=quantized is not None and quantized[1].stride(1) == 1,
         num_warps=warps,
         **early_options(x.device, tokens=num_rows // heads),
     )
