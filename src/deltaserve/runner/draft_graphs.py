@@ -70,9 +70,8 @@ class DraftGraphs:
         for rows in reversed(steps.rows):
             for length in steps.lengths:
                 steps.show_nothing(rows, rows * length)
-                is_first = rows == steps.rows[-1]
-                self._enter[rows, length] = recorded(partial(self._run_enter, rows, length), steps, is_first)
-            self._chain[rows] = recorded(partial(self._run_chain, rows), steps, rows == steps.rows[-1])
+                self._enter[rows, length] = recorded(partial(self._run_enter, rows, length), steps)
+            self._chain[rows] = recorded(partial(self._run_chain, rows), steps)
         note_guess(self.draft[:1], self.seat[:1], self._inputs.recent, 0, self.draft)  # compiled while nobody waits
 
     @property

@@ -129,12 +129,9 @@ class StepGraphs:
     @torch.inference_mode()
     def record(self, progress: bool = True) -> None:
         """Record all graphs."""
-        kinds = set[tuple[bool, int]]()
         for shape in tqdm(self.shapes, desc="Recording graphs", disable=not progress):
             self.show_nothing(shape.rows, shape.tokens)
-            kind = (shape.is_decode, shape.length if shape.is_decode else 0)
-            self._replay[shape] = recorded(partial(self._forward, shape), self, is_first=kind not in kinds)
-            kinds.add(kind)
+            self._replay[shape] = recorded(partial(self._forward, shape), self, partial(self._rehearse, shape))
 
     def show_nothing(self, rows: int, tokens: int) -> None:
         """The numbers of a step that is all padding."""
@@ -166,6 +163,10 @@ class StepGraphs:
             return None
         rows = self.rows[bisect_left(self.rows, count)]
         return Shape(rows, rows * length, True)
+
+    def _rehearse(self, shape: Shape) -> None:
+        with self.model.shortened():
+            self._forward(shape)
 
     def _forward(self, shape: Shape) -> ForwardContext:
         context = self._context(shape)
@@ -232,15 +233,17 @@ def _nothing() -> Numbers:
     return Numbers.of(Plan(step=-1, rows=[], num_decode=0))
 
 
-def recorded(run: Callable[[], Kept], steps: StepGraphs, is_first: bool = True) -> Callable[[], Kept]:
+def recorded(
+    run: Callable[[], Kept], steps: StepGraphs, rehearse: Callable[[], object] | None = None
+) -> Callable[[], Kept]:
     """What does over again what `run` does, with the same tensors, and returns what that returned; in the memory that
     all graphs of `steps` share. On a CPU it is `run` itself.
 
-    is_first: of those that differ in sizes alone."""
+    rehearse: does all that `run` does for the first time, in less time.
+    """
     if steps.device.type == "cpu":
         return run
-    if is_first:
-        run()  # whatever a first call sets up must not be recorded
+    (rehearse or run)()  # whatever a first call sets up must not be recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=steps.memory):
         kept = run()

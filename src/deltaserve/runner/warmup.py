@@ -55,6 +55,9 @@ class WarmUp:
         begin = time.perf_counter()
         with compiling_only(min(MAX_COMPILERS, 2 * (os.cpu_count() or 1))), self._runner.model.shortened():
             self._all_sizes()
+            with torch.inference_mode():
+                for size in step_sizes(self._max_tokens):
+                    self._prefill(self._prompts(size), is_padded=True)  # as graphs of prompts are
         torch.cuda.synchronize()
         logger.info("compiled kernels in %.1f s", time.perf_counter() - begin)
 
@@ -84,10 +87,10 @@ class WarmUp:
         whole, rest = divmod(tokens, self._runner.seats.max_len)
         return np.array([self._runner.seats.max_len] * whole + [rest] * (rest > 0))
 
-    def _prefill(self, counts: Ints) -> None:
+    def _prefill(self, counts: Ints, is_padded: bool = False) -> None:
         """Prompts of so many tokens each, all in the same blocks: no row may own them, so none may be read across
         rows, and what they hold does not matter."""
-        self._forward(self._chunks(np.arange(len(counts)), counts))
+        self._forward(self._chunks(np.arange(len(counts)), counts), is_padded)
 
     def _chunks(self, seats: Ints, counts: Ints) -> Numbers:
         self._own_blocks(len(set(seats.tolist())), int(counts.max()))
@@ -124,10 +127,11 @@ class WarmUp:
             logits_NV = self._forward(numbers)
         return logits_NV
 
-    def _forward(self, numbers: Numbers) -> Tensor:
+    def _forward(self, numbers: Numbers, is_padded: bool = False) -> Tensor:
         runner = self._runner
         batch = runner.inputs.build(numbers)
-        hidden_TD = runner.model(batch.token_ids, batch.context)
+        layout = replace(batch.context.layout, is_padded=is_padded, memo={})
+        hidden_TD = runner.model(batch.token_ids, replace(batch.context, layout=layout))
         if runner.guesser is not None:
             self._look_ahead(batch, hidden_TD)
         last_ND = hidden_TD if batch.last is None else hidden_TD[batch.last]
