@@ -39,23 +39,6 @@ def test_the_mtp_layer_sees_every_size_and_one_more(max_num_seqs: int, monkeypat
     assert rows == {(row, length) for row in range(1, max_num_seqs + 1) for length in (1, 2, 3)}
 
 
-def test_padded_prompts_are_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(EngineConfig(device="cpu", max_num_batched_tokens=100, num_blocks=4, speculative_tokens="0"))
-    runner = engine.workers.runner
-    assert runner is not None
-    seen, inner = set(), runner.model.forward  # type: ignore[attr-defined]
-
-    def forward(token_ids_T: Tensor, context: ForwardContext) -> Tensor:
-        seen.add((len(token_ids_T), context.layout.is_padded))
-        found: Tensor = inner(token_ids_T, context)
-        return found
-
-    monkeypatch.setattr(runner.model, "forward", forward)
-    WarmUp(runner, 100)._all_sizes()
-    assert {size for size, is_padded in seen if is_padded} == {64, 100}
-    assert {size for size, is_padded in seen if not is_padded} >= {64, 100}
-
-
 def test_short_contexts_fill_a_step_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several prompts of the longest context make the largest step, where one cannot."""
     config = EngineConfig(

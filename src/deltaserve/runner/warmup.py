@@ -27,8 +27,6 @@ from deltaserve.runner.staging import Ints
 
 logger = logging.getLogger(__name__)
 
-FEW = 64
-"""Tokens of a step whose kernels start early (ops/linear/triton_early.py)."""
 MAX_COMPILERS = 32
 """Threads that compile: each spends its time outside of Python."""
 
@@ -78,8 +76,6 @@ class WarmUp:
         longest, seats = self._max_tokens, len(self._runner.seats.num_blocks)
         for size in step_sizes(longest):
             self._prefill(self._prompts(size))
-        for size in {min(FEW, longest), longest}:
-            self._prefill(self._prompts(size), is_padded=True)  # as graphs of prompts are
         for rows in step_sizes(min(seats, longest)):
             self._prefill(np.full(rows, min(longest // rows, self._runner.seats.max_len)))
             self._decode(rows)
@@ -134,15 +130,8 @@ class WarmUp:
     def _forward(self, numbers: Numbers, is_padded: bool = False) -> Tensor:
         runner = self._runner
         batch = runner.inputs.build(numbers)
-<<<<<<< Updated upstream
         layout = replace(batch.context.layout, is_padded=is_padded, memo={})
         hidden_TD = runner.model(batch.token_ids, replace(batch.context, layout=layout))
-=======
-        if is_padded:
-            layout = replace(batch.context.layout, is_padded=True, memo={})
-            batch = replace(batch, context=replace(batch.context, layout=layout))
-        hidden_TD = runner.model(batch.token_ids, batch.context)
->>>>>>> Stashed changes
         if runner.guesser is not None:
             self._look_ahead(batch, hidden_TD)
         last_ND = hidden_TD if batch.last is None else hidden_TD[batch.last]
