@@ -58,6 +58,7 @@ class WarmUp:
             with torch.inference_mode():
                 for size in step_sizes(self._max_tokens):
                     self._prefill(self._prompts(size), is_padded=True)  # as graphs of prompts are
+                self._draw_only()
         torch.cuda.synchronize()
         logger.info("compiled kernels in %.1f s", time.perf_counter() - begin)
 
@@ -160,18 +161,26 @@ class WarmUp:
         seats.block_table[:rows, : blocks_of(length)] = np.arange(blocks_of(length))
         seats.token_ids[:rows, :length] = np.arange(rows * length).reshape(rows, length) % self._runner.vocab_size
 
+    def _draw_only(self) -> None:
+        """The kernels of sampling whose results nothing looks up with."""
+        runner, rows = self._runner, len(self._runner.seats.num_blocks)
+        logits_NV = self._decode(rows)[:rows]
+        for asked in _every_stage():
+            self._seat_all(asked)
+            runner.sampler.draft(logits_NV, list(range(rows)), [1] * rows)
+
     @torch.inference_mode()
     def _sample(self) -> None:
         """As many rows as may sample at once, with every stage of sampling."""
-        runner = self._runner
-        rows = len(runner.seats.num_blocks)
+        runner, rows = self._runner, len(self._runner.seats.num_blocks)
         logits_NV = self._decode(rows)[:rows]
         for asked in _every_stage():
-            for seat in range(rows):
-                runner.sampler.seat(Seating(seat=seat, token_ids=[0], num_prompt=1, params=asked))
-            sampled = runner.sampler.sample(logits_NV, list(range(rows)), [1] * rows)
-            sampled.start_copy()
-        runner.inputs.remember(torch.arange(rows, device=runner.device), sampled.outcome)
+            self._seat_all(asked)
+            runner.sampler.sample(logits_NV, list(range(rows)), [1] * rows).start_copy()
+
+    def _seat_all(self, asked: SamplingParams) -> None:
+        for seat in range(len(self._runner.seats.num_blocks)):
+            self._runner.sampler.seat(Seating(seat=seat, token_ids=[0], num_prompt=1, params=asked))
 
 
 def _every_stage() -> Iterator[SamplingParams]:
