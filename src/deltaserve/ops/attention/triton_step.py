@@ -57,7 +57,7 @@ def choose(device: Properties, queries: int, width: int, element_size: int) -> S
 
 
 def join_tile(tokens: int, block_d: int) -> tuple[int, int]:
-    """Dimensions and units of a program that joins. A turn of its loop takes some 3 us: few tokens have many units each,
+    """Dimensions and units of a program that joins. A turn of its loop takes some 3 us: few tokens have many units,
     and leave room for many programs, which take them all in one or two turns. From 16 tokens on that is slower."""
     return (min(block_d, 32), 128) if tokens <= FEW_TOKENS else (block_d, 16)
 
