@@ -37,8 +37,8 @@ class Recorder:
     def shortened(self) -> AbstractContextManager[None]:
         return self.model.shortened()
 
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        self.logits_seen.append(self.model.logits(hidden_ND).clone())
+    def logits(self, hidden_ND: Tensor, wide: bool = True) -> Tensor:
+        self.logits_seen.append(self.model.logits(hidden_ND, wide).clone())
         return self.logits_seen[-1]
 
 

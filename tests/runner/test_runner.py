@@ -42,7 +42,7 @@ class Threes:
     def shortened(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def logits(self, hidden_ND: Tensor) -> Tensor:
+    def logits(self, hidden_ND: Tensor, wide: bool = True) -> Tensor:
         self.asked.append(len(hidden_ND))
         best_N1 = (3 * hidden_ND + 1) % VOCAB
         distance_NV = (torch.arange(VOCAB) - best_N1).abs()

@@ -214,6 +214,19 @@ def test_a_copy_begun_early_changes_nothing() -> None:
     assert heard[0] == heard[1]
 
 
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 2}, {"temperature": 0.8}, {"repetition_penalty": 1.001}], ids=str)
+def test_narrow_logits_are_widened_where_they_must_be(asked: dict[str, Any]) -> None:
+    """A penalty of a fifth of what bfloat16 can tell apart decides between equals."""
+    logits, heard = torch.full((3, VOCAB), 200.0).bfloat16(), []
+    for given in (logits, logits.float()):
+        sampler, params = Sampler(3, VOCAB, CPU), SamplingParams(**{"temperature": 0.0, "seed": 1, **asked})
+        for seat in range(3):
+            sampler.seat(Seating(seat=seat, token_ids=[0, 1], num_prompt=1, params=params))
+        drafts = sampler.draft(given, [0, 1, 2], [2, 2, 2], behind=1).tolist()
+        heard.append((sampler.sample(given, [0, 1, 2], [2, 2, 2]).results(), drafts))
+    assert heard[0] == heard[1]
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu_before_the_tokens_are_read() -> None:

@@ -25,7 +25,7 @@ class Embedding(nn.Module):
         """int64 [T] -> [T, width]."""
         return functional.embedding(token_ids_T, self.weight)
 
-    def project(self, hidden_ND: Tensor) -> Tensor:
-        """[N, width] -> logits [N, vocab_size], float32 (float64 in float64)."""
+    def project(self, hidden_ND: Tensor, wide: bool = True) -> Tensor:
+        """[N, width] -> logits [N, vocab_size], float32 (float64 in float64); not `wide`: as `hidden`."""
         logits_NV = linear(hidden_ND, self.weight)
-        return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        return logits_NV if not wide else logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))

@@ -86,9 +86,9 @@ class Qwen3Next(nn.Module):
         finally:
             self._depth = None
 
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        """[N, D] -> [N, V], float32 (float64 in float64)."""
-        return self.lm_head.project(hidden_ND)
+    def logits(self, hidden_ND: Tensor, wide: bool = True) -> Tensor:
+        """[N, D] -> [N, V], float32 (float64 in float64); not `wide`: as `hidden`."""
+        return self.lm_head.project(hidden_ND, wide)
 
     def look_ahead(self, token_ids_T: Tensor, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
         """One token further than `forward`: each token and the hidden state of the one before it -> hidden states

@@ -35,7 +35,7 @@ from deltaserve.ops.places.api import note_guess
 from deltaserve.runner.draft_graphs import DraftGraphs, entry_layout
 from deltaserve.runner.inputs import Batch, Inputs, Numbers, Span, lay_out, start_later
 from deltaserve.runner.memory import Pools, blocks_of
-from deltaserve.runner.model import Model
+from deltaserve.runner.model import Model, logits_to_draw
 from deltaserve.runner.sampling import Sampled, Sampler
 from deltaserve.runner.staging import Ints, to_device
 
@@ -175,7 +175,7 @@ class LookAhead:
 
     def _draw(self, hidden_BD: Tensor, seats: Sequence[int], place_B: Tensor) -> Tensor:
         """What follows the entries at `place`."""
-        return self.sampler.draft(self.model.logits(hidden_BD), seats, place_B, behind=1)
+        return self.sampler.draft(logits_to_draw(self.model, hidden_BD), seats, place_B, behind=1)
 
     # ---- steps of any shape ----------------------------------------------------------------------------------------
 

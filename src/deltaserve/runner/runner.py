@@ -18,7 +18,7 @@ from deltaserve.runner.draft_graphs import DraftGraphs
 from deltaserve.runner.graphs import StepGraphs
 from deltaserve.runner.inputs import Batch, Inputs, Numbers, Seats, tails
 from deltaserve.runner.memory import MemoryPlan, Pools
-from deltaserve.runner.model import Model
+from deltaserve.runner.model import Model, logits_to_draw
 from deltaserve.runner.sampling import Drafts, NonFiniteLogitsError, Sampled, Sampler
 from deltaserve.runner.staging import Ints, to_device
 
@@ -184,7 +184,8 @@ class Runner:
                 positions = first_N + batch.later.index_select(0, row_N)
         guesses = Drafts(tuple(counts.tolist()), guess_K) if len(guess_K) else None
         last_ND = hidden_TD if batch.last is None else hidden_TD[batch.last]
-        sampled = self.sampler.sample(self.model.logits(last_ND), seats.tolist(), positions, guesses, behind)
+        logits_NV = logits_to_draw(self.model, last_ND)
+        sampled = self.sampler.sample(logits_NV, seats.tolist(), positions, guesses, behind)
         if self.inputs.runs_ahead:
             self.inputs.remember(seat_N, sampled.outcome)
         return sampled

@@ -150,6 +150,11 @@ class _Rows:
             return []
         return [row for row, request in enumerate(self.request) if wanted(self.seats[request])]
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether each takes the most likely token of its logits as they are, and nobody asks for more."""
+        return all(seat.is_plain and seat.num_logprobs is None for seat in self.seats)
+
     def seat(self, row: int) -> Seat:
         return self.seats[self.request[row]]
 
@@ -224,7 +229,7 @@ class Sampler:
         """One step. The logits are not written to.
 
         Name        Shape    Dtype       Meaning
-        logits      [R, V]   fp32/fp64   R = sum(1 + drafts of b); rows of a request are consecutive
+        logits      [R, V]   any float   R = sum(1 + drafts of b); rows of a request are consecutive
         seats       [B]      ints        one per request
         positions   [B]      ints        number, in its sequence, of the first token to draw
                                          (`row.start + row.num_tokens - row.num_drafts`); a list or an int64 tensor
@@ -236,6 +241,8 @@ class Sampler:
         assert logits_RV.shape == (len(rows), self._vocab_size), (
             f"sampling: logits {tuple(logits_RV.shape)} for {len(rows)} rows, vocabulary {self._vocab_size}"
         )
+        if not rows.are_plain:
+            logits_RV = self._widen(logits_RV)
         token_R, ok_R = self._draw_checked(logits_RV, seats, rows)
         if self._pretended and len(drafts.token_ids):
             self._make_up(token_R, seats, rows, drafts)
@@ -258,7 +265,7 @@ class Sampler:
         """
         drafts = Drafts((0,) * len(seats), self._no_drafts)
         rows = _Rows([self._params[seat] for seat in seats], positions, drafts, behind)
-        return self._draw_checked(logits_BV, seats, rows)[0]
+        return self._draw_checked(logits_BV if rows.are_plain else self._widen(logits_BV), seats, rows)[0]
 
     def prompt_logprobs(self, logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """What the model thought of N known tokens: `logits_NV[i]` are those that predict `token_ids[i]`.
@@ -355,6 +362,10 @@ class Sampler:
         firsts = [(n, row) for n, row in enumerate(wanted) if rows.offset[row] == 0]
         where = {rows.request[row]: (n, rows.seat(row).num_logprobs or 0) for n, row in firsts}
         return where, (token_R[row_N], *columns)
+
+    def _widen(self, logits_RV: Tensor) -> Tensor:
+        """float32 at least: what penalties, temperatures and logprobs are computed in."""
+        return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
 
     def _tensor(self, numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
         return send(torch.tensor(numbers, dtype=dtype), self._device)

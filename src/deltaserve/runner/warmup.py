@@ -22,6 +22,7 @@ from deltaserve.core.request import SamplingParams
 from deltaserve.ops.gpu import compiling_only
 from deltaserve.runner.inputs import Batch, Numbers
 from deltaserve.runner.memory import blocks_of
+from deltaserve.runner.model import logits_to_draw
 from deltaserve.runner.runner import Runner
 from deltaserve.runner.staging import Ints
 
@@ -136,7 +137,7 @@ class WarmUp:
         if runner.guesser is not None:
             self._look_ahead(batch, hidden_TD)
         last_ND = hidden_TD if batch.last is None else hidden_TD[batch.last]
-        return runner.model.logits(last_ND)
+        return logits_to_draw(runner.model, last_ND)
 
     def _most_entries(self) -> None:
         """A prompt's last chunk may have one entry more than tokens."""

@@ -19,8 +19,9 @@ def rough_logits(rows: int, vocab: int) -> Tensor:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("rows", [1, 2, 65])
-def test_greedy_checked(rows: int, vocab: int) -> None:
-    logits = rough_logits(rows, vocab)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_checked(dtype: torch.dtype, rows: int, vocab: int) -> None:
+    logits = rough_logits(rows, vocab).to(dtype)
     on_gpu = logits.cuda()
     token, finite = api.greedy_checked(on_gpu)
     assert token.tolist() == reference.greedy(logits).tolist()
@@ -64,3 +65,14 @@ def test_tokens_are_those_of_the_reference(vocab: int, cuts: str) -> None:
 
     differ = int((tokens("cpu") != tokens("cuda")).sum())
     assert differ <= (1 if cuts in ("", "m") else 2), f"{differ} of {rows} tokens differ"
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 33])
+def test_right_guesses_and_noise(rows: int, length: int) -> None:
+    token, guess = torch.randint(0, 2, (rows, length)), torch.randint(0, 2, (rows, length - 1))
+    ok, key = torch.rand(rows, length) < 0.8, torch.randint(-(2**63), 2**63 - 1, (rows,))
+    found = api.count_right(token.cuda(), ok.cuda(), guess.cuda())
+    assert torch.equal(found.cpu(), reference.count_right(token, ok, guess))
+    noise = api.uniform(key.cuda(), token[:, 0].contiguous().cuda())
+    assert torch.equal(noise.cpu(), reference.uniform(key, token[:, 0]))
