@@ -123,6 +123,7 @@ FENCES: dict[str, tuple[str, tuple[str, ...]]] = {
             "runner/draft.py",
             "runner/draft_graphs.py",
             "runner/runner.py",
+            "runner/warmup.py",  # has the sampler draw as for drafts
             "*/metrics.py",
             "config.py",
             "server/generation.py",  # the usage tells them, here and below

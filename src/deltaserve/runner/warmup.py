@@ -177,7 +177,9 @@ class WarmUp:
         logits_NV = self._decode(rows)[:rows]
         for asked in _every_stage():
             self._seat_all(asked)
-            runner.sampler.sample(logits_NV, list(range(rows)), [1] * rows).start_copy()
+            sampled = runner.sampler.sample(logits_NV, list(range(rows)), [1] * rows)
+            sampled.start_copy()
+        runner.inputs.remember(torch.arange(rows, device=runner.device), sampled.outcome)
 
     def _seat_all(self, asked: SamplingParams) -> None:
         for seat in range(len(self._runner.seats.num_blocks)):
