@@ -142,7 +142,7 @@ def test_chunks_of_equal_keys(decay: float, beta: float) -> None:
 @pytest.fixture
 def blocks_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are prepared as on AMD's GPUs."""
-    monkeypatch.setattr(triton_chunk, "prepare_tile", lambda: {"SIZE": 2, "num_warps": 4})
+    monkeypatch.setattr(triton_chunk, "prepare_tile", lambda *_: {"SIZE": 2, "num_warps": 4})
 
 
 @pytest.mark.usefixtures("blocks_of_2")
