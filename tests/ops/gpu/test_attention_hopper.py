@@ -146,6 +146,11 @@ def test_short_pieces_behind_long_contexts(tokens: int, config: HopperConfig) ->
     check(rows_of([3000, 5, 0, 20_000, 64], [tokens, 20, 3, 7, 1], padding=(2,)), config)
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [(((6, 2), 128), torch.float16), (((4, 2), 64), torch.bfloat16)])
+def test_short_pieces_of_narrow_heads(shape: tuple[tuple[int, int], int], dtype: torch.dtype) -> None:
+    check(rows_of([9000, 3, 4000], [40, 2, 100], shape, dtype), HopperConfig())
+
+
 def test_parts_do_not_follow_from_padding() -> None:
     config = HopperConfig(slack=8, held=64)
     alone = rows_of([6000], [70])

@@ -101,6 +101,27 @@ def test_padding_changes_nothing(kernels: ModuleType, joined: list[int]) -> None
     assert joined == [20, 20]
 
 
+def test_rows_without_a_token(kernels: ModuleType, joined: list[int]) -> None:
+    """A graph of several prompts has them before, between and behind the others."""
+    rows = rows_of([600, 700], [17, 3], HEADS)
+    expected, _ = rows.expected()
+    plain = run(kernels, rows, CONFIGS[0])
+    torch.testing.assert_close(plain.double(), expected, rtol=4e-3, atol=4e-3)
+    layout, (segment,) = rows.layout, rows.layout.segments
+    bounds = torch.tensor([0, 0, 17, 17, 20, 20], dtype=torch.int32)
+    own = torch.tensor([0, 0, 0, 1, 1])
+    is_there = torch.tensor([False, True, False, True, False])
+    rows.layout = dataclasses.replace(
+        layout,
+        segments=(dataclasses.replace(segment, row_end=5, cu_seqlens=bounds),),
+        block_table=torch.where(is_there[:, None], layout.block_table[own], -1),
+        context_len=torch.where(is_there, layout.context_len[own], 0),
+        memo={},
+    )
+    assert torch.equal(run(kernels, rows, CONFIGS[0]), plain)
+    assert joined == [20, 20]
+
+
 def test_first_keys_anywhere(kernels: ModuleType) -> None:
     """What lies before them is NaN; tokens that see no key give zeros, tiles that see few have empty parts."""
     starts, lengths, first = [640, 700, 500], [16, 5, 3], [600, 701, 500]
