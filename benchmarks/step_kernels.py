@@ -36,26 +36,41 @@ from deltaserve.engine.engine import Engine
 NOTHING = "(nothing)"
 
 
+Event = tuple[str, float, float]
+"""A kernel's name, start and end, in microseconds."""
+
+
+def device_events(profile: torch.profiler.profile) -> list[Event]:
+    """In the order of their starts."""
+    events: Any = profile.events()  # type: ignore[no-untyped-call]
+    found = [(e.name, e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"]
+    return sorted(found, key=lambda event: event[1:])
+
+
+def times_of(events: Sequence[Event]) -> tuple[dict[str, float], dict[str, float], dict[str, int]]:
+    """By name: the sum of times, how far ends were moved, and calls."""
+    total: dict[str, float] = defaultdict(float)
+    added: dict[str, float] = defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    latest: float | None = None
+    for name, start, end in events:
+        latest = start if latest is None else latest
+        if start > latest:
+            added[NOTHING] += start - latest
+            count[NOTHING] += 1
+        total[name] += end - start
+        added[name] += max(0.0, end - max(latest, start))
+        count[name] += 1
+        latest = max(latest, end)
+    return total, added, count
+
+
 def kernels_of(watch: Stopwatch, rows: int, prompt: int, steps: int) -> list[dict[str, Any]]:
     """Kernels of one run, the longest in total first."""
     watch.seconds(rows, prompt, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         watch.seconds(rows, prompt, steps)
-    total: dict[str, float] = defaultdict(float)
-    added: dict[str, float] = defaultdict(float)
-    count: dict[str, int] = defaultdict(int)
-    latest: float | None = None
-    device = [event for event in profile.events() if event.device_type.name == "CUDA"]
-    for event in sorted(device, key=lambda event: (event.time_range.start, event.time_range.end)):
-        start, end = event.time_range.start, event.time_range.end
-        latest = start if latest is None else latest
-        if start > latest:
-            added[NOTHING] += start - latest
-            count[NOTHING] += 1
-        total[event.name] += end - start
-        added[event.name] += max(0.0, end - max(latest, start))
-        count[event.name] += 1
-        latest = max(latest, end)
+    total, added, count = times_of(device_events(profile))
     everything = sum(added.values())
     return [
         {
