@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def compile_gemv(
     return compile_for(TARGETS[target], gemv_kernel, signature, constants)
 
 
-def compile_gemm(target: str, width: int, tiles: Tiles, way: int) -> Resources:
+def compile_gemm(target: str, width: int, tiles: Tiles, way: int, beside: int = 0) -> Resources:
     weight = TYPES[way]
     ready = tiles.ready and way > 0
     signature = {
@@ -59,9 +60,14 @@ def compile_gemm(target: str, width: int, tiles: Tiles, way: int) -> Resources:
         "y_ptr": "*bf16",
         "part_ptr": "*fp32",
         "count_ptr": "*i32",
+        "x_beside_ptr": "*bf16",
+        "beside_ptr": "*bf16",
+        "y_beside_ptr": "*bf16",
         "tokens": "i32",
         "height": "i32",
         "stride": "i32",
+        "height_beside": "i32",
+        "first": "i32",
     }
     constants: dict[str, Any] = {
         "WIDTH": width,
@@ -72,6 +78,8 @@ def compile_gemm(target: str, width: int, tiles: Tiles, way: int) -> Resources:
         "FP8": way,
         "READY": ready,
         "AHEAD": lines_of(tiles.split, width, 1 if way else 2) if tiles.ahead and target == "sm_90" else 0,
+        "HELD": tiles.held,
+        "BESIDE": beside,
         "EARLY": target == "sm_90",
     }
     return compile_for(TARGETS[target], gemm_kernel, signature, constants, tiles.warps, tiles.stages)
@@ -137,7 +145,7 @@ def test_gemm(target: str) -> None:
             assert found.shared <= SHARED[target], tiles
             if target == "sm_90":
                 assert "wgmma.mma_async" in found.assembly
-                assert "cp.async.cg" in found.assembly
+                assert ("cp.async.cg" in found.assembly) == (tiles.held == 0)
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "width"), [(8, 12288, 2048), (32, 2048, 4096), (8, 513, 2048)])
@@ -170,3 +178,31 @@ def test_more_programs_for_fewer_rows() -> None:
     assert [choose_tiles(t, 513, 2048, False, 132, 227 << 10).split for t in (128, 1024, 8192)] == [8, 2, 1]
     ahead = {tokens: choose_tiles(tokens, 2048, 4096, True, 132, 227 << 10).ahead for tokens in (4, 5, 64, 65)}
     assert ahead == {4: False, 5: True, 64: True, 65: False}
+
+
+def test_weights_are_held_where_all_programs_are_there_at_once() -> None:
+    def held(tokens: int, height: int, quantized: bool = True, target: str = "sm_90") -> int:
+        return choose_tiles(tokens, height, 2048, quantized, 132, SHARED[target]).held
+
+    assert [held(tokens, 12288) for tokens in (4, 5, 16, 17, 65)] == [0, 4, 4, 0, 0]
+    assert (held(8, 513, False), held(8, 151936), held(8, 12288, target="sm_80")) == (2, 0, 0)
+
+
+def test_weights_that_are_held() -> None:
+    """All programs of a projection of eight tokens are there at once, each with its weights in shared memory before its
+    input comes."""
+    for height, width, quantized in ((12288, 2048, True), (2048, 4096, True), (513, 2048, False)):
+        tiles = choose_tiles(8, height, width, quantized, 132, SHARED["sm_90"])
+        assert tiles.held == width // 128 // tiles.split
+        tiles = replace(tiles, ready=quantized)
+        for beside in (0, 8) if quantized else (0,):
+            found = compile_gemm("sm_90", width, tiles, int(quantized), beside)
+            programs = min(65536 // (-(-found.registers // 8) * 8 * 128), (228 << 10) // (found.shared + 1024))
+            assert found.spilled == 0
+            assert 132 * programs >= -(-height // tiles.outputs) * tiles.split + beside
+            assert "cp.async.cg" not in found.assembly
+            if not beside:
+                before, after = found.assembly.split("griddepcontrol.wait")
+                stores = tiles.outputs * tiles.held * 128 * (1 if quantized else 2) // 128 // 16
+                assert before.count("st.shared.v4") == stores, "weights wait for the input"
+                assert after.count("ld.global.v4") < stores

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -99,6 +101,24 @@ def test_the_same_again_and_beside_others(tokens: int) -> None:
     other = x.clone()
     other[1:] = torch.nan
     assert torch.equal(linear(other, weight, scale)[0], first[0])
+
+
+@pytest.mark.parametrize("tokens", [5, 8, 16, 17, 33, 64])
+def test_a_plain_weight_beside_a_quantised_one(tokens: int) -> None:
+    """One launch says what two say, whatever it holds of the weights."""
+    from deltaserve.ops.linear.triton_gemm import choose_tiles, gemm_beside
+
+    found = properties(CUDA)
+    weight, scale = reference.quantize_weight(torch.randn(12288, 2048, device=CUDA) / 45)
+    beside = (torch.randn(64, 2048, device=CUDA) / 45).bfloat16()
+    x = torch.randn(tokens, 2048, device=CUDA).bfloat16()
+    expected, other = linear(x, weight, scale), linear(x, beside)
+    tiles = choose_tiles(tokens, 12288, 2048, True, found.num_sms, found.shared_bytes)
+    for held in (0, 2, 4):
+        with guarded():
+            outputs = gemm_beside(x, weight, scale, beside, replace(tiles, held=held))
+        assert torch.equal(outputs[0], expected), held
+        assert torch.equal(outputs[1], other), held
 
 
 def test_in_a_graph() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from deltaserve.ops.linear import gpu, reference
 from deltaserve.ops.linear.triton_fp8 import READY_ALONE, quantize_rows
-from deltaserve.ops.linear.triton_gemm import Tiles, gemm
+from deltaserve.ops.linear.triton_gemm import Tiles, gemm, gemm_beside
 from deltaserve.ops.linear.triton_gemv import gemv, gemv_beside, norm_gemv
 from deltaserve.ops.norm.reference import add_gemma_rms_norm, add_up
 from deltaserve.ops.norm.triton_norm import add_norm_rows_quantized
@@ -181,6 +183,42 @@ def test_cuts_of_a_gemm(tiles: Tiles, quantized: bool, dtype: torch.dtype) -> No
         with guarded():
             output = gemm(x, weight, scale, dtype, tiles)
         assert relative(output, expected_of(x, weight, scale)) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize(("quantized", "dtype"), [(False, torch.float16), (True, torch.float32)])
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        Tiles(64, 16, split=2, held=2),
+        Tiles(64, 16, split=2, ready=True, held=2),
+        Tiles(64, 64, split=4, held=1),
+        Tiles(64, 16, held=1),
+    ],
+)
+def test_blocks_that_are_held_change_nothing(tiles: Tiles, quantized: bool, dtype: torch.dtype) -> None:
+    x, weight, scale = operands(21, 140, 512, dtype, quantized)
+    with guarded():
+        output = gemm(x, weight, scale, dtype, tiles)
+        loaded = gemm(x, weight, scale, dtype, replace(tiles, held=0))
+    assert torch.equal(output, loaded)
+    assert relative(output, expected_of(x, weight, scale)) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize(("width", "held"), [(512, 2), (520, 2), (512, 0), (128, 0)])
+@pytest.mark.parametrize("tokens", [5, 21])
+def test_a_plain_weight_beside_a_quantised_one(tokens: int, width: int, held: int) -> None:
+    x, weight, scale = operands(tokens, 140, width, torch.float32, True)
+    _, beside, _ = operands(tokens, 70, width, torch.float32, False)
+    tiles = Tiles(64, 16, split=2, held=held)
+    for _ in range(2):  # the counters of both are zero again
+        with guarded():
+            output, other = gemm_beside(x, weight, scale, beside, tiles)
+            come_ready, same = gemm_beside(x, weight, scale, beside, tiles, ready=quantize_rows(x))
+            apart = gemm(x, weight, scale, torch.float32, tiles)
+        assert torch.equal(output, apart)
+        assert torch.equal(come_ready, output)
+        assert torch.equal(other, same)
+        assert relative(other, x.double() @ beside.double().T) < 1e-6
 
 
 def test_inputs_with_strides() -> None:

@@ -71,6 +71,10 @@ def linear_beside(
 
         own = ready if x_TI.shape[1] <= MAX_BLOCK else None
         return gemv_beside(x_TI, weight_OI, scale_oi, beside_PI, ready=own)
+    if 0 < x_TI.shape[0] <= SMALL and scale_oi is not None:
+        from deltaserve.ops.linear.triton_gemm import gemm_beside
+
+        return gemm_beside(x_TI, weight_OI, scale_oi, beside_PI, ready=ready)
     return linear(x_TI, weight_OI, scale_oi, x_TI.dtype, ready), linear(x_TI, beside_PI, None, x_TI.dtype)
 
 

@@ -21,7 +21,8 @@ What each kernel reads before its wait, and why it may:
 |------------------|-----------------|---------------------------------------------------------------|
 | norm             | at once         | its weight                                                    |
 | gemv             | at once         | the weight, up to 4,096 wide                                  |
-| gemm             | at once         | nothing; of 5 to 64 tokens it has its weight brought near     |
+| gemm             | at once         | nothing; of 5 to 64 tokens it has its weight brought near, or |
+|                  |                 | holds blocks of it                                            |
 | gated delta step | at once         | taps, states and windows; a pass writes this layer's once,    |
 |                  |                 | here, and between passes there are unmarked launches          |
 | entry            | at once         | positions, where entries go                                   |
