@@ -34,12 +34,14 @@ def signature_of(way: int, ready: bool, out: str, **others: str) -> dict[str, st
 
 def compile_groups(target: str, tiles: Tiles, way: int, direct: int = 0, ahead: int = 0) -> tuple[Resources, Resources]:
     ready = tiles.ready and way > 0
+    makes_ready = ready and tiles.inner == 128
     constants = SHAPE | {"BM": tiles.pairs, "BK": 128 if way else 64, "FP8": way, "READY": ready}
     constants |= {"EARLY": target == "sm_90", "DIRECT": direct, "K": 11}
     gate_up = compile_for(
         TARGETS[target],
         triton_groups.gate_up_kernel,
-        signature_of(way, ready, "*fp32", stride="i32", pairs="i32"),
+        signature_of(way, makes_ready, "*fp32", stride="i32", pairs="i32")
+        | {"x_ptr": TYPES[way] if ready else "*bf16", "x_scale_ptr": "*fp32" if ready else TYPES[way]},
         constants | {"BI": tiles.inner, "BK": tiles.step if ready else constants["BK"], "TYPE": tl.bfloat16},
         tiles.warps,
         tiles.stages,
@@ -47,8 +49,8 @@ def compile_groups(target: str, tiles: Tiles, way: int, direct: int = 0, ahead: 
     down = compile_for(
         TARGETS[target],
         triton_groups.down_kernel,
-        signature_of(way, ready, "*bf16" if ready else "*fp32", pairs="i32"),
-        constants | {"BO": tiles.outputs, "AHEAD": ahead},
+        signature_of(way, makes_ready, "*bf16" if ready else "*fp32", pairs="i32"),
+        constants | {"READY": makes_ready} | {"BO": tiles.outputs, "AHEAD": ahead},
         tiles.down_warps or tiles.warps,
         tiles.down_stages or tiles.stages,
     )
@@ -89,6 +91,18 @@ def test_groups_that_bring_weights_near(quantized: bool) -> None:
     before, after = gate_up.assembly.split("griddepcontrol.launch_dependents")
     assert "griddepcontrol.wait" in before, "`down` must not start before the tables are made"
     assert "griddepcontrol.wait" not in after
+
+
+def programs_of(found: Resources, warps: int = 4) -> int:
+    """That share a multiprocessor of an H200."""
+    return min(65536 // (-(-found.registers // 8) * 8 * 32 * warps), (228 << 10) // (found.shared + 1024))
+
+
+def test_experts_of_eight_tokens_are_computed_all_at_once() -> None:
+    """Of 88 pairs at most 84 have a tile: 7 share the last expert's. Those of a second turn would run alone."""
+    tiles = choose_tiles(88, 513, True, SHARED["sm_90"])
+    gate_up, _ = compile_groups("sm_90", tiles, 1, 16)
+    assert 132 * programs_of(gate_up) >= 88 * SHAPE["INNER"] // tiles.inner
 
 
 def test_warps_with_roles() -> None:

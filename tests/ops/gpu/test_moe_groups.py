@@ -71,7 +71,7 @@ def test_each_product(tokens: int) -> None:
     ids, weights = ids_of(tokens, EXPERTS, TOP_K, True), torch.rand(tokens, TOP_K, device=CUDA)
     chosen = choose_tiles(ids.numel(), EXPERTS, True, properties(CUDA).shared_bytes, has_roles(x, ids.numel(), INNER))
     steps = Tiles(64, 128, 128, stages=5, ready=True, down_warps=8, down_stages=3, step=64)
-    cuts = [chosen, Tiles(16, 128, 128, ready=True), steps]
+    cuts = [chosen, Tiles(16, 128, 128, ready=True), Tiles(16, 128, 128, stages=4, ready=True, step=64), steps]
     if properties(CUDA).is_hopper:
         cuts.append(Tiles(192, 128, 128, stages=4, ready=True, roles=True))
     for tiles in cuts:

@@ -160,7 +160,14 @@ def test_pairs(tokens: int, num_experts: int, top_k: int, width: int, inner: int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, None])
 @pytest.mark.parametrize(
-    "tiles", [Tiles(16, 64, 64), Tiles(32, 128, 64, ready=True), Tiles(64, 128, 128, ready=True, step=64)]
+    "tiles",
+    [
+        Tiles(16, 64, 64),
+        Tiles(32, 128, 64, ready=True),
+        Tiles(64, 128, 128, ready=True, step=64),
+        Tiles(16, 64, 32, ready=True),
+        Tiles(16, 128, 64, ready=True, step=64),
+    ],
 )
 @pytest.mark.parametrize(("tokens", "width", "inner"), [(1, 256, 128), (65, 136, 160), (3, 40, 24)])
 def test_groups(tokens: int, width: int, inner: int, tiles: Tiles, dtype: torch.dtype | None) -> None:
