@@ -1,7 +1,8 @@
 """Trains the built-in model on one GPU for a fixed time: ``python -m training.train TOKENIZER OUT --seconds 400``.
 
 The learning rate falls to zero over the given seconds.  Weights are written to OUT/model.safetensors every minute, so
-that a run that is cut short leaves a usable model.  On a CPU it runs too, slowly, for tests.
+that a run that is cut short leaves a usable model; OUT/average.safetensors holds at the end the moving average of the
+weights of all steps.  On a CPU it runs too, slowly, for tests.
 """
 
 import argparse
@@ -31,6 +32,7 @@ LONG_EVERY = 4
 SAVE_EVERY_S = 60.0
 DRAFT_WEIGHTS = (0.3, 0.1, 0.05)
 MAX_FLA_ERROR = 0.05
+AVERAGED_STEPS = 400
 
 
 def log(*words: object) -> None:
@@ -98,6 +100,27 @@ class Source:
             writer.kill()
 
 
+class Average:
+    """The moving average of a network's parameters: each step pulls it by 1 / `steps`, the first ones by more."""
+
+    def __init__(self, net: Network, steps: int = AVERAGED_STEPS) -> None:
+        self.parameters, self.steps, self.count = list(net.parameters()), steps, 0
+        self.mean = [p.detach().clone() for p in self.parameters]
+
+    @torch.no_grad()
+    def add(self) -> None:
+        self.count += 1
+        torch._foreach_lerp_(self.mean, self.parameters, 1 / min(self.count, self.steps))
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Puts the average into the network and the network's weights here; a second call undoes it."""
+        for mine, theirs in zip(self.mean, self.parameters, strict=True):
+            kept = theirs.clone()
+            theirs.copy_(mine)
+            mine.copy_(kept)
+
+
 @dataclass
 class Trainer:
     """The model, its optimizer and one step of training."""
@@ -107,8 +130,10 @@ class Trainer:
     rate: float
     drafts: int
     optimizer: torch.optim.AdamW = field(init=False)
+    average: Average = field(init=False)
 
     def __post_init__(self) -> None:
+        self.average = Average(self.net)
         decayed = [p for p in self.net.parameters() if p.dim() >= 2]
         plain = [p for p in self.net.parameters() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}]
@@ -127,6 +152,7 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         self.optimizer.step()
+        self.average.add()
         return {"losses": losses, "norm": norm}
 
 
@@ -244,6 +270,8 @@ def main() -> None:
     finally:
         source.close()
     export.save_weights(net, args.out / "model.safetensors")
+    trainer.average.swap()
+    export.save_weights(net, args.out / "average.safetensors")
     result["command"] = " ".join(sys.argv[1:])
     (args.out / "train.json").write_text(json.dumps(result), encoding="utf-8")
     log("saved")

@@ -11,7 +11,7 @@ from transformers import Qwen3NextForCausalLM
 from training import decode, delta_rule, export
 from training.network import Config, Network
 from training.packing import Encoder, Packer, rows
-from training.train import Trainer, summary
+from training.train import Average, Trainer, summary
 
 BUILTIN = Path(__file__).parents[2] / "src" / "deltaserve" / "builtin"
 CONFIG = Config.read(export.HERE / "config.json")
@@ -116,3 +116,20 @@ def test_twenty_steps_lower_the_loss() -> None:
     assert losses[0]["loss"]["main"] > 7.0, "an untrained model knows nothing"
     assert losses[-1]["loss"]["main"] < losses[0]["loss"]["main"] - 1.5
     assert losses[-1]["loss"]["mtp1"] < losses[0]["loss"]["mtp1"] - 1.0
+
+
+def test_average_follows_the_weights_and_goes_back() -> None:
+    net = random_network()
+    average, last = Average(net, steps=3), net.norm.detach().clone()
+    want = torch.zeros_like(last)
+    for step in range(1, 6):
+        with torch.no_grad():
+            net.norm.add_(step)
+        average.add()
+        want += (net.norm.detach() - want) / min(step, 3)
+    kept = net.norm.detach().clone()
+    average.swap()
+    torch.testing.assert_close(net.norm.detach(), want)
+    assert not torch.equal(want, kept)
+    average.swap()
+    assert torch.equal(net.norm.detach(), kept)

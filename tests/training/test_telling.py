@@ -12,12 +12,16 @@ from training.data.problems import Problem, Template, held_numbers
 from training.data.telling import tellings, told
 
 
+def all_tellings() -> list[Template]:
+    return [*tellings(), *{t.name: t for t in telling.wide()}.values()]
+
+
 def some(template: Template, count: int) -> list[Problem]:
     rng = random.Random(template.name)
     return [p for p in (told(rng, template) for _ in range(count)) if p]
 
 
-@pytest.mark.parametrize("template", tellings(), ids=lambda t: t.name)
+@pytest.mark.parametrize("template", all_tellings(), ids=lambda t: t.name)
 def test_telling(template: Template) -> None:
     made = some(template, 40)
     assert len(made) >= 4, "a template whose numbers hardly ever fit is of no use"
@@ -32,7 +36,9 @@ def test_telling(template: Template) -> None:
 
 
 def test_names_are_unique() -> None:
-    assert max(Counter(t.name for t in tellings()).values()) == 1
+    assert max(Counter(t.name for t in all_tellings()).values()) == 1
+    read = [t for name in telling.OF_WIDE_WORDS for t in telling.read(name, telling.HERE)]
+    assert [t.name for t in read] == [t.name for t in {t.name: t for t in telling.wide()}.values()]
 
 
 def test_orders_differ() -> None:
@@ -49,6 +55,7 @@ def test_numbers_are_held_out() -> None:
     seen = [p.kind for p in (corpus.training_problem(rng) for _ in range(600)) if not held_numbers(p)]
     assert len(seen) == 600
     assert len(set(seen) & {t.name for t in telling.tellings()}) > 60
+    assert len(set(seen) & {t.name for t in telling.wide()}) > 60
 
 
 def test_careless_questions_keep_their_numbers() -> None:

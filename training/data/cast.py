@@ -140,7 +140,9 @@ def any_noun(rng: random.Random) -> str:
     x = rng.random()
     if x < 0.07:
         return invented(rng)
-    if x < 0.35:
+    if x < 0.30:
+        return rng.choice(words("e_things"))
+    if x < 0.50:
         return rng.choice(words("foods"))
     return rng.choice(words("things"))
 

@@ -16,6 +16,7 @@ from training.data.arithmetic import arithmetic, bare
 from training.data.cast import any_city, any_name, any_noun, plural, table, words
 from training.data.chat import ANSWER_WEIGHT, END_OF_TEXT, USER_WEIGHT, Message, Segment, Turn, chat, render
 from training.data.extraction import extraction
+from training.data.noise import chatty, varied
 from training.data.problems import HELD_OUT, Problem, bucket, problem
 from training.data.recall import long_lookup, lookup, remembered
 from training.data.strings import long_output, strings
@@ -74,7 +75,7 @@ def held(user: str) -> bool:
 
 def training_problem(rng: random.Random) -> Problem:
     while True:
-        p = problem(rng)
+        p = varied(rng, problem(rng))
         if normal(p.question) not in forbidden():
             return p
 
@@ -107,7 +108,7 @@ def careless(rng: random.Random, question: str) -> str:
         question = question[0].lower() + question[1:]
     if rng.random() < 0.10:
         question = CONTRACTED.sub(r"\1's ", question)
-    return slip(rng, question) if rng.random() < 0.03 else question
+    return slip(rng, question) if rng.random() < 0.05 else question
 
 
 def slip(rng: random.Random, question: str) -> str:
@@ -132,7 +133,7 @@ def sum_document(rng: random.Random) -> list[Segment]:
             turn = small_turn(rng)
             messages += chat([(turn.user, turn.answer)])
     p = training_problem(rng)
-    question = careless(rng, p.question)
+    question = chatty(rng, careless(rng, p.question))
     user = rng.choice(WRAPPERS).replace("{q}", question)
     if rng.random() < 0.34:
         think, visible = p.thinking()
@@ -234,15 +235,15 @@ def document(rng: random.Random, long: bool = False) -> list[Segment]:
     if long and x < 0.14:
         return [*long_document(rng), (END_OF_TEXT, 0.5)]
     x = rng.random()
-    if x < 0.54:
+    if x < 0.58:
         out = sum_document(rng)
-    elif x < 0.60:
+    elif x < 0.63:
         out = few_shot(rng, rng.choices([0, 1, 2, 3, 4, 5, 8], [8, 4, 4, 4, 2, 4, 1])[0])
-    elif x < 0.72:
+    elif x < 0.735:
         out = tool_document(rng)
-    elif x < 0.74:
+    elif x < 0.75:
         out = plain_document(rng)
-    elif x < 0.79:
+    elif x < 0.795:
         out = chat_document(rng, rng.randint(2, 5))
     else:
         out = small_document(rng)

@@ -17,6 +17,11 @@ from training.data.talk import about_itself, cannot
 from training.data.toolchat import ToolChat, call_chat, result_chat, tool_chat
 
 SEED = 777
+HAND_WRITTEN = (
+    ("hand-written sums", "hand_written"),
+    ("hand-written sums, development", "hand_written_dev"),
+    ("hand-written sums, second development", "hand_written_dev2"),
+)
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ def items(n: int, seed: int = SEED, long: bool = True) -> list[Item]:
         *_turns(rng, "about itself", quarter, about_itself),
         *_turns(rng, "what it cannot do", half, cannot),
     ]
-    for family, name in (("hand-written sums", "hand_written"), ("hand-written sums, development", "hand_written_dev")):
+    for family, name in HAND_WRITTEN:
         out += _written(family, name) + _written(family + ", thinking", name, think=True)
     out += _written("hand-written talk", "hand_talk")
     out += _written("the prototype's sums", "earlier_problems")[:n]

@@ -24,6 +24,7 @@ OF_HOME = ("a_kitchen", "a_shopping", "a_school", "a_animals", "a_sports", "a_tr
 OF_WORK = ("b_take", "b_add", "b_times", "b_divide", "b_compare", "b_steps", "b_wide", "b_long")
 OF_PLAIN = ("d_start", "d_compare", "d_share", "d_time", "d_money", "d_story")
 OF_TWINS = ("c_part", "c_none", "c_sums", "c_facts", "c_chain")
+OF_WIDE_WORDS = ("e_brief",)
 FILES = (*OF_EVERYDAY, *OF_HOME, *OF_WORK, *OF_PLAIN, *OF_TWINS)
 CURRENCIES = [("$", "dollars")] * 5 + [("", "dollars"), ("", "euros"), ("", "euros"), ("", "pounds"), ("", "cents")]
 PHRASES = {
@@ -36,7 +37,7 @@ REQUEST = re.compile(r"(Work out|Find|Calculate|Determine|Figure out|Tell me) ")
 EVENTS = ("+", "-", "x", "g", "e", "h", "d", "t")
 MAX_ANSWER = 9999
 HELD_OUT = 24
-TOLD, CHAINED = 0.42, 0.08
+WIDE, TOLD, CHAINED = 0.36, 0.25, 0.06
 WORDY = 0.05
 
 
@@ -170,6 +171,12 @@ def _read_line(template: Template, line: str) -> None:
 @cache
 def templates() -> list[Template]:
     return [t for name in FILES for t in read(name)]
+
+
+@cache
+def wide() -> list[Template]:
+    """The terse and the odd ones that go with the widely worded tellings."""
+    return [t for name in OF_WIDE_WORDS for t in read(name)]
 
 
 @cache
@@ -326,7 +333,7 @@ class Work:
     def run(self, line: str) -> None:
         """``> t = a + b : unit`` or ``~ a fact``."""
         if line[0] == "~":
-            self.lines.append(sentences(self.sheet.text(line[2:])))
+            self.lines.append(articles(sentences(self.sheet.text(line[2:]))))
             return
         name, left, op, right, unit = re.fullmatch(r"> (\w+) = (\w+) ([-+*/]) (\w+) :\s?(.*)", line).groups()  # type: ignore[union-attr]
         numbers = self.sheet.numbers
@@ -360,15 +367,25 @@ def from_template(rng: random.Random, template: Template) -> Problem | None:
     )
 
 
+def any_wide(rng: random.Random) -> Problem | None:
+    """A sum in wide words: each of their templates is as likely as another."""
+    from training.data import telling
+
+    at = rng.randrange(len(wide()) + len(telling.wide()))
+    return from_template(rng, wide()[at]) if at < len(wide()) else telling.told(rng, telling.wide()[at - len(wide())])
+
+
 def any_problem(rng: random.Random) -> Problem:
     from training.data import telling
     from training.data.chain import chain
 
     while True:
         x = rng.random()
-        if x < TOLD:
+        if x < WIDE:
+            problem = any_wide(rng)
+        elif x < WIDE + TOLD:
             problem = telling.told(rng, rng.choice(telling.weighted()))
-        elif x < TOLD + CHAINED:
+        elif x < WIDE + TOLD + CHAINED:
             problem = chain(rng, rng.choice(chains()))
         else:
             problem = from_template(rng, rng.choice(weighted()))

@@ -19,6 +19,7 @@ from training.data.sums import OutOfRangeError, in_words
 
 HERE = Path(__file__).parent / "told"
 FILES = ("stock", "groups", "compare", "money", "time", "many", "daily", "a_days", "b_jobs")
+OF_WIDE_WORDS = ("e_flow", "e_groups", "e_compare", "e_money", "e_wide")
 PAST = 0.65
 FIRST = [
     "yesterday ", "on {day} ", "last week ", "this morning ", "one day ", "last year ", "in {month} ", "last summer ",
@@ -151,6 +152,12 @@ def _clause(cell: str, argument: str) -> str:
 def tellings() -> list[Template]:
     """The templates of ``told/``."""
     return [t for name in FILES for t in read(name, HERE)]
+
+
+@cache
+def wide() -> list[Template]:
+    """The templates whose clauses take any thing with any verb of their meaning."""
+    return [t for name in OF_WIDE_WORDS for t in read(name, HERE)]
 
 
 @cache
