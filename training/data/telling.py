@@ -19,7 +19,7 @@ from training.data.sums import OutOfRangeError, in_words
 
 HERE = Path(__file__).parent / "told"
 FILES = ("stock", "groups", "compare", "money", "time", "many", "daily", "a_days", "b_jobs")
-OF_WIDE_WORDS = ("e_flow", "e_groups", "e_compare", "e_money", "e_wide")
+OF_WIDE_WORDS = ("e_flow", "e_groups", "e_compare", "e_money", "e_wide", "e_more")
 PAST = 0.65
 FIRST = [
     "yesterday ", "on {day} ", "last week ", "this morning ", "one day ", "last year ", "in {month} ", "last summer ",
