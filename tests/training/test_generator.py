@@ -28,7 +28,7 @@ SPOKEN = {2: "twice double half", 3: "triple third", 4: "quarter", 5: "fifth", 6
 REMAINDERS = ("leftover", "boxes_full", "boxes_rest")
 """Their steps use the quotient and the remainder, which nobody tells."""
 # The documents of seed 7 begin like this; a change here is a new corpus, which the shipped weights have not seen.
-DIGEST = "1c475583560f780f"
+DIGEST = "a2c9fd4af32eb425"
 
 
 def digest(seed: int, documents: int) -> str:

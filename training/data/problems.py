@@ -37,7 +37,7 @@ REQUEST = re.compile(r"(Work out|Find|Calculate|Determine|Figure out|Tell me) ")
 EVENTS = ("+", "-", "x", "g", "e", "h", "d", "t")
 MAX_ANSWER = 9999
 HELD_OUT = 24
-WIDE, TOLD, CHAINED = 0.36, 0.25, 0.06
+WIDE, TOLD, CHAINED = 0.42, 0.22, 0.05
 WORDY = 0.05
 
 
