@@ -104,7 +104,8 @@ class Average:
     """The moving average of a network's parameters: each step pulls it by 1 / `steps`, the first ones by more."""
 
     def __init__(self, net: Network, steps: int = AVERAGED_STEPS) -> None:
-        self.parameters, self.steps, self.count = list(net.parameters()), steps, 0
+        self.parameters: list[Tensor] = list(net.parameters())
+        self.steps, self.count = steps, 0
         self.mean = [p.detach().clone() for p in self.parameters]
 
     @torch.no_grad()
