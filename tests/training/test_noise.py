@@ -40,7 +40,7 @@ def test_a_unit_is_renamed_with_its_thing() -> None:
 def test_articles_fit_the_new_thing() -> None:
     rng = random.Random(7)
     text = Problem("x", "I have a marble and an apple. How many?", ("Adding 1 gives 1 + 1 = 2.",), (), "", "x|a1")
-    seen = {noise.renamed(rng, Problem(**{**vars(text), "steps": (None,)})).question for _ in range(60)}  # type: ignore[arg-type]
+    seen = {noise.renamed(rng, Problem(**{**vars(text), "steps": (None,)})).question for _ in range(60)}
     assert len(seen) > 50
     assert all(
         re.fullmatch(

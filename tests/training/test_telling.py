@@ -8,7 +8,7 @@ import pytest
 
 from tests.training.test_generator import check_sums, drawn_numbers, told_in
 from training.data import corpus, diversity, telling
-from training.data.problems import Problem, Template, held_numbers
+from training.data.problems import Problem, Template, held_numbers, read
 from training.data.telling import tellings, told
 
 
@@ -37,8 +37,8 @@ def test_telling(template: Template) -> None:
 
 def test_names_are_unique() -> None:
     assert max(Counter(t.name for t in all_tellings()).values()) == 1
-    read = [t for name in telling.OF_WIDE_WORDS for t in telling.read(name, telling.HERE)]
-    assert [t.name for t in read] == [t.name for t in {t.name: t for t in telling.wide()}.values()]
+    listed = [t for name in telling.OF_WIDE_WORDS for t in read(name, telling.HERE)]
+    assert [t.name for t in listed] == [t.name for t in {t.name: t for t in telling.wide()}.values()]
 
 
 def test_orders_differ() -> None:
