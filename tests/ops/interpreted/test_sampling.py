@@ -120,10 +120,12 @@ def test_noise_is_that_of_the_reference() -> None:
     assert torch.equal(triton_right.uniform(key[:0], position[:0]), reference.uniform(key[:0], position[:0]))
 
 
-def test_pretended_guesses_are_those_of_torch() -> None:
+@pytest.mark.parametrize("stride", [1, 2])
+def test_pretended_guesses_are_those_of_torch(stride: int) -> None:
+    """Guesses of rows with one each lie behind every other token."""
     rows, vocab = 70, 5
     token, key, position = torch.randint(0, vocab, (rows,)), torch.randint(0, 2**60, (rows,)), torch.arange(rows)
-    row, guess = torch.randperm(rows)[:40], torch.randint(0, vocab, (40,))
+    row, guess = torch.randperm(rows)[:40], torch.randint(0, vocab, (40, stride))[:, 0]
     share, ours = torch.rand(40, dtype=torch.float64), token.clone()
     triton_right.pretend(ours, row, guess, share, key, position, vocab)
     api.pretend(token, row, guess, share, key, position, vocab)

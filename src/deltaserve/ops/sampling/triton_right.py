@@ -76,7 +76,7 @@ def uniform_kernel(key_ptr, position_ptr, out_ptr, rows, key_stride, position_st
 
 
 @triton.jit(
-    do_not_specialize=["number", "key_stride", "position_stride", "vocab"],
+    do_not_specialize=["number", "guess_stride", "key_stride", "position_stride", "vocab"],
     do_not_specialize_on_alignment=["token_ptr", "guess_ptr", "key_ptr", "position_ptr"],
 )
 def pretend_kernel(
@@ -87,6 +87,7 @@ def pretend_kernel(
     key_ptr,
     position_ptr,
     number,
+    guess_stride,
     key_stride,
     position_stride,
     vocab,
@@ -98,7 +99,7 @@ def pretend_kernel(
     key = tl.load(key_ptr + row * key_stride, mask=inside, other=0)
     noise = uniform_of(key, tl.load(position_ptr + row * position_stride, mask=inside, other=0))
     token = tl.load(token_ptr + row, mask=inside, other=0)
-    guess = tl.load(guess_ptr + n, mask=inside, other=0)
+    guess = tl.load(guess_ptr + n.to(tl.int64) * guess_stride, mask=inside, other=0)
     other = tl.where(token == guess, (guess + 1) % vocab, token)
     share = tl.load(share_ptr + n, mask=inside, other=0)
     tl.store(token_ptr + row, tl.where(noise < share, guess, other), mask=inside)
@@ -129,6 +130,6 @@ def pretend(
     token_R: Tensor, row_N: Tensor, guess_N: Tensor, share_N: Tensor, key_R: Tensor, position_R: Tensor, vocab: int
 ) -> None:
     pretend_kernel[(triton.cdiv(len(row_N), ROWS),)](
-        token_R, row_N, guess_N, share_N, key_R, position_R, len(row_N), key_R.stride(0), position_R.stride(0), vocab,
-        ROWS=ROWS, num_warps=1,
+        token_R, row_N, guess_N, share_N, key_R, position_R, len(row_N), guess_N.stride(0), key_R.stride(0),
+        position_R.stride(0), vocab, ROWS=ROWS, num_warps=1,
     )  # fmt: skip
