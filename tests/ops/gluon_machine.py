@@ -206,13 +206,13 @@ def copy_box(desc: Box, at: Sequence[Any], barrier: Barrier, target: Shared, pre
     if not bool(pred):
         return
     target.data.fill_(torch.nan)
-    (row, column), (rows, columns) = map(int, at), target.data.shape
+    row, column = map(int, at)
+    rows, columns = target.data.shape
+    assert row + rows <= desc.data.shape[0]
+    assert column + columns <= desc.data.shape[1]
 
     def arrive() -> None:
-        target.data.zero_()  # what is not there
-        low, high = (min(max(row + end, 0), desc.data.shape[0]) for end in (0, rows))
-        left, right = (min(max(column + end, 0), desc.data.shape[1]) for end in (0, columns))
-        target.data[low - row : high - row, left - column : right - column] = desc.data[low:high, left:right]
+        target.data.copy_(desc.data[row : row + rows, column : column + columns])
         barrier.settle(0, -target.data.numel() * target.data.element_size())
 
     threading.Timer(random.random() * 2e-3, arrive).start()

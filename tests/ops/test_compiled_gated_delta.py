@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from triton.experimental.gluon import language as gl
 
-from deltaserve.ops.gated_delta import triton_chunk, triton_hopper, triton_step
-from tests.ops.compiled import TARGETS, compile_for, innermost_loops, instructions
+from deltaserve.ops.gated_delta import triton_chunk, triton_step
+from tests.ops.compiled import TARGETS, compile_for
 
 SHAPES = {"KH": 16, "VH": 32, "K": 128, "V": 128, "BK": 128}
 SHARED_KIB = {"sm_90": 227, "sm_80": 163, "gfx942": 64}
@@ -19,7 +18,7 @@ def signature(kernel: Any, state: str = "fp32", **others: str) -> dict[str, str]
     kinds = dict.fromkeys(("A_log", "dt_bias", "norm_weight", "gates"), "*fp32")
     kinds |= dict.fromkeys(("read_slot", "write_slot", "position"), "*i64")
     kinds |= dict.fromkeys(("arrivals", "cu_seqlens", "table"), "*i32")
-    kinds |= dict.fromkeys(("gates_stride", "length", "token_start", "row_start"), "i32")
+    kinds |= dict.fromkeys(("tokens", "length", "token_start", "row_start"), "i32")
     kinds |= dict.fromkeys(("mixed_stride", "z_stride", "a_stride", "b_stride", "q_stride"), "i32")
     kinds |= {"state_pool": f"*{state}", "pool": f"*{state}", **others}
     return {name: kinds.get(name, "*bf16") for name in kernel.arg_names}
@@ -75,30 +74,3 @@ def test_pass(target: str, state: str) -> None:
     if target == "sm_90":
         assert "wgmma" in taken.assembly
         assert "cp.async" in taken.assembly
-
-
-@pytest.mark.parametrize("state", ["fp32", "bf16"])
-def test_pass_on_hopper(state: str) -> None:
-    """What carries the state on waits for nothing but its products, and loads a number only for its next turn."""
-    config, kernel = triton_chunk.HopperConfig(), triton_hopper.relay_kernel
-
-    def box(kind: str, rows: int, columns: int, *layout: int) -> str:
-        return f"tensordesc<{kind}[{rows}, {columns}],{gl.NVMMASharedLayout(*layout)!r}>"
-
-    wide, narrow = (box("bf16", 64, columns, 128, 16, 2) for columns in (128, 64))
-    kinds = {"mixed_desc": wide, "u_desc": narrow, "w_desc": wide, "p_desc": narrow}
-    kinds |= {"gates_desc": box("fp32", 1, 64, 0, 32, 2), "gates_ptr": "*fp32", "pool_ptr": f"*{state}"}
-    kinds |= {"cu_ptr": "*i32", "gates_stride": "i32", "row_start": "i32", "out_ptr": "*bf16"}
-    kinds |= dict.fromkeys(("position_ptr", "read_slot_ptr", "write_slot_ptr"), "*i64")
-    constants = {"KH": 16, "VH": 32, "STAGES": config.stages, "OUT_STAGES": config.out_stages}
-    taken = compile_for(TARGETS["sm_90"], kernel, kinds, {**constants, "RELAYS": config.relays}, 4)
-    assert taken.shared <= SHARED_KIB["sm_90"] << 10
-    assert taken.registers == 168, "three groups of 128 threads share the registers"
-    assert taken.spilled <= 64
-    loops = [loop for loop in innermost_loops(instructions(taken)) if "HGMMA" in loop]
-    assert len(loops) == 2
-    for loop in loops:
-        assert loop.count("HGMMA") == 12
-        assert loop.count("WARPGROUP.DEPBAR") <= 3, "products wait for each other"
-        assert loop.count("STL") + loop.count("LDL") <= 2
-        assert "R2UR" not in loop, "a number that is loaded is waited for at once"

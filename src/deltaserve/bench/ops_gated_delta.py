@@ -76,7 +76,7 @@ def prompts(lengths: Sequence[int]) -> Sequence[Callable[[], object]]:
 
 
 def prompt_part(lengths: Sequence[int], part: str, config: dict[str, Any]) -> Sequence[Callable[[], object]]:
-    """The convolution with its windows, or the rule without it, launched as `config` says."""
+    """The convolution with its windows, launched as `config` says, or the rule without it."""
     from deltaserve.ops.conv import triton_conv
     from deltaserve.ops.gated_delta import triton_chunk
 
@@ -87,19 +87,12 @@ def prompt_part(lengths: Sequence[int], part: str, config: dict[str, Any]) -> Se
         given = layer(layout, len(lengths), torch.float32)
         mixed, weight, pool = (given[name] for name in ("mixed_TC", "conv_weight_CW", "conv_pool_SWC"))
         rule = {name: given[name] for name in ("b_TV", "a_TV", "A_log_V", "dt_bias_V", "state_pool_SVKD", "layout")}
-        conv = partial(triton_conv.conv, mixed, weight, pool, layout, segment, (K_HEADS, WIDTH, WIDTH))
+        conv = partial(triton_conv.conv, mixed, weight, pool, layout, segment, (K_HEADS, WIDTH, WIDTH), **config)
         if part == "conv":
-            calls.append(partial(conv, **config))
+            calls.append(conv)
         else:
-            calls.append(partial(triton_chunk.chunk, conv(), **rule, segment=segment, **config))
+            calls.append(partial(triton_chunk.chunk, conv(), **rule, segment=segment))
     return calls
-
-
-def roles(lengths: Sequence[int]) -> Sequence[Callable[[], object]]:
-    """The rule, passing over chunks by warps with roles (Hopper)."""
-    from deltaserve.ops.gated_delta.triton_chunk import HopperConfig
-
-    return prompt_part(lengths, "rule", {"config": HopperConfig()})
 
 
 def rule_flops(tokens: int) -> float:
@@ -141,5 +134,4 @@ def cases() -> list[Case]:
             found.append(Case(f"gdn conv {name} groups={groups} r{registers}", call, tokens * 4.0 * CHANNELS))
         rule_bytes = tokens * 2.0 * (CHANNELS + 2 * V_HEADS + VALUES)
         found.append(Case(f"gdn rule {name}", partial(prompt_part, lengths, "rule", {}), rule_bytes, flops))
-        found.append(Case(f"gdn rule {name} by roles", partial(roles, lengths), rule_bytes, flops))
     return found

@@ -26,7 +26,6 @@ from the model's shapes, the dtype of the inputs and that of the states.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,19 +42,6 @@ from deltaserve.ops.gpu import properties
 from deltaserve.ops.layout import Layout, Segment
 
 
-@dataclass(frozen=True)
-class HopperConfig:
-    """How triton_hopper.py passes over chunks: buffers of what carries the state on, of what answers, and between."""
-
-    stages: int = 3
-    out_stages: int = 2
-    relays: int = 2
-
-
-HOPPER: HopperConfig | None = None
-"""On Hopper; None is `pass_kernel`, as on all other GPUs. Off, as triton_hopper.py was not measured as it is now."""
-
-
 @triton.jit
 def _exp(x, FAST: tl.constexpr):
     """Of numbers up to 0; FAST: results below 2**-126 become zeros, which saves three instructions of five."""
@@ -63,24 +49,20 @@ def _exp(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def gates_of(
-    b, a, A_log, dt_bias, gates, base, i, in_row, last, head, gates_stride, b_stride, a_stride,
-    VH: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Running sums of a chunk's decays and its write strengths, fp32 [64] both; stores the gates exp(G),
-    exp(G_last - G) and exp(G_last). `base` is the token of i = 0, `last` the i of the row's last token here."""
+def gates_of(b, a, A_log, dt_bias, gates, base, i, in_row, last, head, tokens, b_stride, a_stride, FAST: tl.constexpr):
+    """Running sums of a chunk's decays and its write strengths, fp32 [64] both; stores the gates exp(G) and
+    exp(G_last - G). `base` is the token of i = 0, `last` the i of the row's last token here."""
     token = base.to(tl.int64) + i
     write = tl.load(b + token * b_stride + head, mask=in_row, other=0).to(tl.float32)
     decay = tl.load(a + token * a_stride + head, mask=in_row, other=0).to(tl.float32)
     beta = tl.where(in_row, 1 / (1 + tl.exp(-write)), 0)
     decay = log_decay(decay, tl.load(A_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32))
     total = tl.cumsum(tl.where(in_row, decay, 0), 0)
-    place = gates + head.to(tl.int64) * gates_stride + token
+    place = gates + 2 * (head.to(tl.int64) * tokens + token)
     tl.store(place, _exp(total, FAST), mask=in_row)
     # The last sum itself: another sum of the same decays could differ in its last digit.
     whole = tl.sum(tl.where(i == last, total, 0), 0)
-    tl.store(place + VH * gates_stride, _exp(tl.where(in_row, whole - total, 0), FAST), mask=in_row)
-    tl.store(place + 2 * VH * gates_stride, tl.where(in_row, _exp(whole, FAST), 0), mask=in_row)
+    tl.store(place + 1, _exp(tl.where(in_row, whole - total, 0), FAST), mask=in_row)
     return total, beta
 
 
@@ -100,7 +82,7 @@ def inverse_of_chunk(
     return inverse * beta[None, :], inverse * (beta * _exp(total, FAST))[None, :]
 
 
-@triton.jit(do_not_specialize=["gates_stride"])
+@triton.jit(do_not_specialize=["tokens"])
 def prepare_kernel(
     mixed,
     b,
@@ -111,7 +93,7 @@ def prepare_kernel(
     w,
     p,
     gates,
-    gates_stride,
+    tokens,
     b_stride,
     a_stride,
     KH: tl.constexpr,
@@ -149,7 +131,7 @@ def prepare_kernel(
     query = tl.load(q_place, mask=in_k, other=0).to(DOT)
     key = tl.load(q_place + KH * K, mask=in_k, other=0).to(DOT)
     total, beta = gates_of(
-        *(b, a, A_log, dt_bias, gates, base, i, in_row, last, head, gates_stride, b_stride, a_stride, VH, FAST)
+        *(b, a, A_log, dt_bias, gates, base, i, in_row, last, head, tokens, b_stride, a_stride, FAST)
     )
     asked = tl.dot(query, tl.trans(key), input_precision="ieee")
     products = tl.dot(key, tl.trans(key), input_precision="ieee")
@@ -168,7 +150,7 @@ def prepare_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["gates_stride", "row_start"],
+    do_not_specialize=["tokens", "row_start"],
     do_not_specialize_on_alignment=["cu_seqlens", "position", "read_slot", "write_slot"],
 )
 def pass_kernel(
@@ -182,7 +164,7 @@ def pass_kernel(
     read_slot,
     write_slot,
     out,
-    gates_stride,
+    tokens,
     row_start,
     KH: tl.constexpr,
     VH: tl.constexpr,
@@ -217,25 +199,23 @@ def pass_kernel(
     in_read = in_v[:, None] & (k_index < tl.where(slot >= 0, K, 0))[None, :]
     state = tl.load(read + state_place, mask=in_read, other=0).to(tl.float32)
 
-    gates += head.to(tl.int64) * gates_stride
-    both = tl.arange(0, 2 * CHUNK)
-    pair = gates + (both % 2).to(tl.int64) * (VH * gates_stride)
-    both = both // 2
+    gates += 2 * head.to(tl.int64) * tokens
+    pair = tl.arange(0, 2 * CHUNK)
     # What no product takes as it is comes a chunk ahead, in registers; gates as pairs, one number a thread.
     in_row = (i >= first - base) & (i < end - base)
     u_place = mixed + base.to(tl.int64) * C + (2 * KH * K + head * V + i[:, None] * C + v_index[None, :])
     out_place = out + base.to(tl.int64) * (VH * V) + (i[:, None] * (VH * V) + head * V + v_index[None, :])
     next_u = tl.load(u_place, mask=in_row[:, None] & in_v[None, :], other=0)
-    next_gate = tl.load(pair + base + both, (both >= first - base) & (both < end - base), other=0)
+    next_gate = tl.load(gates + 2 * base + pair, (pair >= 2 * (first - base)) & (pair < 2 * (end - base)), other=0)
     last = tl.minimum(base + CHUNK, end) - 1
-    next_whole = tl.load(gates + last)
+    next_whole = tl.load(gates + 2 * last)
     next_slot = tl.load(write_slot + last)
     for number in range(count):
         u, gate, whole, keep = next_u, next_gate, next_whole, next_slot
         start = base + (number + 1) * CHUNK
-        next_gate = tl.load(pair + start + both, mask=both < end - start, other=0)
+        next_gate = tl.load(gates + 2 * start + pair, mask=pair < 2 * (end - start), other=0)
         last = tl.minimum(start + CHUNK, end) - 1
-        next_whole = tl.load(gates + last)
+        next_whole = tl.load(gates + 2 * last)
         next_slot = tl.load(write_slot + last)
 
         start = base + number * CHUNK
@@ -297,21 +277,21 @@ def chunk(
     state_pool_SVKD: Tensor,
     layout: Layout,
     segment: Segment,
-    config: HopperConfig | None = None,
 ) -> Tensor:
-    """Outputs of the rule for one chunk segment, [tokens, Hv, V]. `config`: of the pass on Hopper, if not HOPPER.
+    """Outputs of the rule for one chunk segment, [tokens, Hv, V].
 
     mixed holds the segment's tokens only, contiguous: q and k of length 1, q scaled, and v, which is overwritten. b and
     a hold the step's, and may be views with a row stride.
     """
     v_heads, k_dim, v_dim = state_pool_SVKD.shape[1:]
     k_heads, tokens = (mixed_TC.shape[1] - v_heads * v_dim) // (2 * k_dim), mixed_TC.shape[0]
-    dtype, device, is_exact = mixed_TC.dtype, mixed_TC.device, mixed_TC.device.type == "cpu"
+    dtype, device = mixed_TC.dtype, mixed_TC.device
+    is_exact = device.type == "cpu"
     assert dtype in (torch.bfloat16, torch.float16) or is_exact, f"gated delta: chunks of {dtype}"
     table = layout.once(chunk_table, segment)
     w_TVK = torch.empty(tokens, v_heads, k_dim, dtype=dtype, device=device)
     p_TVC = torch.empty(tokens, v_heads, CHUNK, dtype=dtype, device=device)
-    gates_3VT = torch.empty(3, v_heads, -(-tokens // 4) * 4, dtype=torch.float32, device=device)  # rows of 16 bytes
+    gates_VT2 = torch.empty(v_heads, tokens, 2, dtype=torch.float32, device=device)
     shapes = {"KH": k_heads, "VH": v_heads, "K": k_dim, "V": v_dim, "CHUNK": CHUNK, "EXACT": is_exact}
     prepare_kernel[(v_heads, table.shape[0])](
         mixed_TC,
@@ -322,8 +302,8 @@ def chunk(
         table,
         w_TVK,
         p_TVC,
-        gates_3VT,
-        gates_3VT.shape[2],
+        gates_VT2,
+        tokens,
         b_TV.stride(0),
         a_TV.stride(0),
         **shapes,
@@ -334,25 +314,20 @@ def chunk(
         **prepare_tile(v_heads * table.shape[0], device),
     )
     out_TVD = torch.empty(tokens, v_heads, v_dim, dtype=dtype, device=device)
-    config = config or HOPPER
-    if config is not None and (k_dim, v_dim) == (128, 128) and properties(device).is_hopper:
-        from deltaserve.ops.gated_delta.triton_hopper import pass_chunks
-
-        pass_chunks(mixed_TC, w_TVK, p_TVC, gates_3VT, state_pool_SVKD, out_TVD, layout, segment, config)
-        return out_TVD
     options = tile(k_dim, v_dim, device)
-    pass_kernel[(triton.cdiv(v_dim, options["BW"]) * v_heads, segment.row_end - segment.row_start)](
+    slices = triton.cdiv(v_dim, options["BW"])
+    pass_kernel[(slices * v_heads, segment.row_end - segment.row_start)](
         mixed_TC,
         w_TVK,
         p_TVC,
-        gates_3VT,
+        gates_VT2,
         state_pool_SVKD,
         segment.cu_seqlens,
         segment.cut(layout.position),
         layout.read_slot,
         segment.cut(layout.write_slot),
         out_TVD,
-        gates_3VT.shape[2],
+        tokens,
         segment.row_start,
         **shapes,
         **options,
