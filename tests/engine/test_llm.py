@@ -385,3 +385,11 @@ def test_seeds_of_the_builtin_model(builtin: LLM) -> None:
         assert texts([i]) == {i: together[i]}
     (several,) = builtin.generate("The cat", SamplingParams(temperature=1.5, seed=0, max_tokens=8, n=4))
     assert len({tuple(output.token_ids) for output in several.outputs}) == 4
+
+
+def test_bools_are_no_token_ids() -> None:
+    llm = LLM(device="cpu", max_num_seqs=1, max_model_len=64)
+    with pytest.raises(ValueError, match="type bool; token ids are integers"):
+        llm.generate([[True, 6]], SamplingParams(max_tokens=1))
+    assert llm.generate([np.array([1, 6])], SamplingParams(max_tokens=1))[0].outputs[0].token_ids
+    llm.close()

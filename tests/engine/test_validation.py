@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.validation import RESERVED, check_template_kwargs, validate
@@ -45,6 +47,15 @@ def test_legal(prompt: list[int], params: dict[str, Any]) -> None:
         ([1] * 65, {"max_tokens": 0, "prompt_logprobs": 0}, "has 65 tokens, but the context of 64 tokens"),
         ([1], {"stop_token_ids": (100,)}, "stop_token_ids has token id 100"),
         ([1], {"logit_bias": {100: 1.0}}, "logit_bias has token id 100"),
+        (
+            [1],
+            {"stop_token_ids": (np.array(4),)},
+            "stop_token_ids has a token id of type ndarray; token ids are integers",
+        ),
+        ([1], {"stop_token_ids": (torch.tensor(4),)}, "stop_token_ids has a token id of type Tensor"),
+        ([1], {"stop_token_ids": (True,)}, "stop_token_ids has a token id of type bool"),
+        ([1], {"logit_bias": {np.int64(4): 1.0}}, "logit_bias has a token id of type int64"),
+        ([1, 10**5000], {}, "a token id of 16610 bits; the vocabulary has ids 0 to 99"),
         ([1], {"temperature": -1.0}, "temperature is -1"),
         ([1], {"top_p": float("nan")}, "top_p is nan"),
     ],

@@ -232,7 +232,7 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, self._text_tokenizer().encode(prompt)
         try:
-            return None, [operator.index(token_id) for token_id in prompt]
+            return None, [x if isinstance(x, bool) else operator.index(x) for x in prompt]  # bools are refused later
         except TypeError as error:
             raise ValueError(f"a prompt is a text or a list of token ids: {error}") from error
 

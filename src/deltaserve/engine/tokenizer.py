@@ -80,7 +80,7 @@ class Tokenizer:
         known = self._bytes.get(token_id)
         if known is None:
             if not 0 <= token_id < 2**32:
-                raise ValueError(f"token id {token_id} is out of range; ids start at 0")
+                raise ValueError(f"token id {token_id} is out of range; ids are 0 to {2**32 - 1}")
             token = self._backend.id_to_token(token_id)
             if token is None:
                 return b""

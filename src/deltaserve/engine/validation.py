@@ -42,8 +42,10 @@ def validate(request: Request, vocab_size: int, max_model_len: int) -> array[int
         )
     # After its length: a glance at each id of a huge one takes long.
     packed = _check_ids("the prompt", prompt, vocab_size)
-    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
-    _check_ids("logit_bias", params.logit_bias, vocab_size)
+    for where, few in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        # Taken as they are: what only counts as an integer would never equal a token.
+        _refuse_types(where, (kind for kind in map(type, few) if kind is not int))
+        _check_ids(where, few, vocab_size)
     return packed
 
 
@@ -60,21 +62,25 @@ def _check_ids(where: str, token_ids: Iterable[int], vocab_size: int) -> array[i
     try:
         packed = array("q", ids)
     except (TypeError, OverflowError):
-        strange = [kind.__name__ for kind in set(map(type, ids)) if kind is not int]
-        if strange:
-            raise ValueError(f"{where} has a token id of type {strange[0]}; token ids are integers") from None
+        _refuse_types(where, (kind for kind in set(map(type, ids)) if kind is not int))
         _check_range(where, min(ids), max(ids), vocab_size)
         raise
     if ids:
         seen = np.frombuffer(packed, dtype=np.int64)
         low, high = int(seen.min()), int(seen.max())
         if low <= 1 and bool in set(map(type, ids)):  # which count as 0 and 1
-            raise ValueError(f"{where} has a token id of type bool; token ids are integers")
+            _refuse_types(where, [bool])
         _check_range(where, low, high, vocab_size)
     return packed
+
+
+def _refuse_types(where: str, kinds: Iterable[type]) -> None:
+    for kind in kinds:
+        raise ValueError(f"{where} has a token id of type {kind.__name__}; token ids are integers") from None
 
 
 def _check_range(where: str, low: int, high: int, vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         outside = low if low < 0 else high
-        raise ValueError(f"{where} has token id {outside}; the vocabulary has ids 0 to {vocab_size - 1}")
+        told = f"token id {outside}" if outside.bit_length() <= 256 else f"a token id of {outside.bit_length()} bits"
+        raise ValueError(f"{where} has {told}; the vocabulary has ids 0 to {vocab_size - 1}")

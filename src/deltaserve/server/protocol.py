@@ -185,9 +185,10 @@ class UnknownFields:
         self._warned: set[str] = set()
 
     def warn(self, names: set[str]) -> None:
-        for name in sorted(islice(names - self._warned, MAX_WARNED_NAMES - len(self._warned))):
+        cut = {name[:MAX_NAME_CHARS] for name in names}  # what is remembered is short as well
+        for name in sorted(islice(cut - self._warned, MAX_WARNED_NAMES - len(self._warned))):
             self._warned.add(name)
-            logger.warning("request field %r is not known and is ignored", name[:MAX_NAME_CHARS])
+            logger.warning("request field %r is not known and is ignored", name)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
