@@ -391,5 +391,5 @@ def test_bools_are_no_token_ids() -> None:
     llm = LLM(device="cpu", max_num_seqs=1, max_model_len=64)
     with pytest.raises(ValueError, match="type bool; token ids are integers"):
         llm.generate([[True, 6]], SamplingParams(max_tokens=1))
-    assert llm.generate([np.array([1, 6])], SamplingParams(max_tokens=1))[0].outputs[0].token_ids
+    assert llm.generate([np.array([1, 6]).tolist()], SamplingParams(max_tokens=1))[0].outputs[0].token_ids
     llm.close()

@@ -42,7 +42,7 @@ def with_graphs(engine: Engine, apart: bool = False) -> StepGraphs:
     )
     graphs.record(progress=False)
     runner.use_graphs(graphs)
-    engine.scheduler._apart = apart
+    engine.scheduler._apart = graphs.prompt_rows - 1 if apart else 0
     return graphs
 
 

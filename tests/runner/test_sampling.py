@@ -215,9 +215,17 @@ def test_a_copy_begun_early_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("asked", [{}, {"logprobs": 2}, {"temperature": 0.8}, {"repetition_penalty": 1.001}], ids=str)
-def test_narrow_logits_are_widened_where_they_must_be(asked: dict[str, Any]) -> None:
-    """A penalty of a fifth of what bfloat16 can tell apart decides between equals."""
+def test_narrow_logits_are_widened_where_they_must_be(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A penalty of a fifth of what bfloat16 can tell apart decides between equals; quotients are never of bfloat16.
+    Greedy choice and logprobs need no wider ones."""
     logits, heard = torch.full((3, VOCAB), 200.0).bfloat16(), []
+    draw, drawn = api.sample, list[torch.dtype]()
+
+    def sample(target_RV: Tensor, *args: Any) -> Tensor:
+        drawn.append(target_RV.dtype)
+        return draw(target_RV, *args)
+
+    monkeypatch.setattr(api, "sample", sample)
     for given in (logits, logits.float()):
         sampler, params = Sampler(3, VOCAB, CPU), SamplingParams(**{"temperature": 0.0, "seed": 1, **asked})
         for seat in range(3):
@@ -225,6 +233,7 @@ def test_narrow_logits_are_widened_where_they_must_be(asked: dict[str, Any]) -> 
         drafts = sampler.draft(given, [0, 1, 2], [2, 2, 2], behind=1).tolist()
         heard.append((sampler.sample(given, [0, 1, 2], [2, 2, 2]).results(), drafts))
     assert heard[0] == heard[1]
+    assert drawn == [torch.float32] * (4 if "temperature" in asked else 0)
 
 
 @pytest.mark.gpu

@@ -39,7 +39,7 @@ class Rig:
         num_drafts_for: Callable[[Running], int] | None = None,
         overlap: bool = False,
         speculation: Speculation | None = None,
-        apart: bool = False,
+        apart: int = 0,
     ) -> None:
         self.runner = FakeRunner(block_size, right_drafts)
         self.cache = CacheManager(
@@ -63,6 +63,8 @@ class Rig:
         )
         self.apart, self.stood_still = apart, set[int]()
         """Requests, by order of arrival, that had their turn to come after the last plan."""
+        self.seconds: float | None = None
+        """That each step is said to have taken."""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_len = min(max_model_len, num_blocks * block_size)
         self.requests: dict[str, Request] = {}
@@ -134,7 +136,7 @@ class Rig:
         return self.runner.wait(plan.step)
 
     def commit(self, plan: Plan, result: Result) -> list[Output]:
-        outputs = self.scheduler.commit(plan, result)
+        outputs = self.scheduler.commit(plan, result, self.seconds)
         for output in outputs:
             self.take(output)
         self.scheduler.check()

@@ -30,7 +30,7 @@ def kinds(plans: list[Plan]) -> str:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_long_prompt_and_rows_that_extend_take_turns(overlap: bool) -> None:
-    rig = Rig(apart=True, overlap=overlap, max_num_batched_tokens=16)
+    rig = Rig(apart=4, overlap=overlap, max_num_batched_tokens=16)
     rig.add(numbers(5), max_tokens=9)
     rig.add(numbers(64), max_tokens=1)
     rig.finish()
@@ -40,7 +40,7 @@ def test_a_long_prompt_and_rows_that_extend_take_turns(overlap: bool) -> None:
 
 
 def test_prompts_that_find_no_memory_do_not_keep_the_others_waiting() -> None:
-    rig = Rig(apart=True, num_blocks=6, num_slots=2, max_num_seqs=2)
+    rig = Rig(apart=4, num_blocks=6, num_slots=2, max_num_seqs=2)
     rig.add(numbers(20), max_tokens=20)
     rig.add(numbers(30), max_tokens=1)
     rig.finish()
@@ -49,7 +49,7 @@ def test_prompts_that_find_no_memory_do_not_keep_the_others_waiting() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_drafts(overlap: bool) -> None:
-    rig = Rig(apart=True, overlap=overlap, max_num_batched_tokens=16, **DRAFTING)
+    rig = Rig(apart=4, overlap=overlap, max_num_batched_tokens=16, **DRAFTING)
     rig.add(numbers(5), max_tokens=30)
     rig.add(numbers(90), max_tokens=3)
     rig.finish()
@@ -58,7 +58,38 @@ def test_with_drafts(overlap: bool) -> None:
 
 
 def test_alone_each_kind_goes_on() -> None:
-    rig = Rig(apart=True, max_num_batched_tokens=8)
+    rig = Rig(apart=4, max_num_batched_tokens=8)
     rig.add(numbers(30), max_tokens=4)
     rig.finish()
     assert kinds(rig.plans) == "ppppddd"
+
+
+def test_a_step_has_no_more_prompts_than_its_graph() -> None:
+    rig = Rig(apart=2, max_num_batched_tokens=32)
+    for _ in range(4):
+        rig.add(numbers(5), max_tokens=2)
+    rig.finish()
+    assert [len(plan.rows) for plan in rig.plans] == [2, 2, 2, 2]
+    assert kinds(rig.plans) == "pdpd"
+
+
+def test_steps_of_prompts_neither_try_drafts_nor_hide_what_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculation = Speculation(2)
+    timed: list[tuple[int, int, bool]] = []
+    monkeypatch.setattr(speculation, "took", lambda *what: timed.append(what[:3]))
+    rig = Rig(apart=4, max_num_batched_tokens=16, max_drafts=2, speculation=speculation, num_blocks=200)
+    rig.seconds = 0.01
+    rig.add(numbers(5), max_tokens=60)
+    for _ in range(3):
+        rig.add(numbers(300), max_tokens=1)
+    choose, chosen = speculation.choose, list[int]()
+
+    def counted(rows: int) -> int:
+        chosen.append(rows)
+        return choose(rows)
+
+    monkeypatch.setattr(speculation, "choose", counted)
+    rig.finish()
+    decoding = kinds(rig.plans).count("d")
+    assert len(chosen) == decoding
+    assert len(timed) > decoding // 2

@@ -48,7 +48,7 @@ class Traffic:
             index=prefix_index(lambda boundary, known: rnd.random() < snapshots) if self.with_index else NoPrefixIndex,
             right_drafts=lambda k: rnd.randrange(k + 1),
             num_drafts_for=lambda sequence: rnd.randrange(self.max_drafts + 1),
-            apart=rnd.random() < 0.3,
+            apart=rnd.choice([0, 0, 1, 2, 16]),
         )
         self.aborts, self.preemptions = rnd.choice([0.0, 0.02, 0.1]), rnd.choice([0.0, 0.02, 0.1])
         # A prompt of many small chunks that is sent back again and again would never be whole.

@@ -98,7 +98,7 @@ class Engine:
             eos_token_ids=sorted({*blueprint.model.eos_token_ids, *self.generation_defaults.eos_token_ids}),
             seed=config.seed,
             speculation=speculation or Speculation(blueprint.num_guesses, cost),
-            apart=self.workers.prefers_apart,
+            apart=self.workers.most_prompts,
         )
         self._in_flight: Step | None = None
         self._last_end = 0.0

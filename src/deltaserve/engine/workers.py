@@ -39,10 +39,11 @@ class Workers:
         self.blueprint, self.runner = make_runner(config, it, model, fill)
 
     @property
-    def prefers_apart(self) -> bool:
-        """Whether steps of one kind, rows that extend or prompts, run faster than mixed ones: those go without graphs,
+    def most_prompts(self) -> int:
+        """Of a step of prompts alone, which has a graph up to so many; 0: there are no graphs. Mixed steps have none,
         and keep the host busy for longer than the device."""
-        return self.runner is not None and self.runner.graphs is not None
+        graphs = None if self.runner is None else self.runner.graphs
+        return 0 if graphs is None else graphs.prompt_rows - 1
 
     def launch(self, plan: Plan) -> Pending:
         """Begin a step; its outcome can be had later. Steps are computed in the order of their launch."""

@@ -90,7 +90,7 @@ class StepGraphs:
         recent: [S + 1, 1 + guesses] int64, each seat's newest token and the guesses behind it.
         gained: [S + 1] int64, tokens that each seat got in the newest step beyond the first.
         lengths: tokens a row, of the decode graphs.
-        max_tokens: of a step; prompts are no longer.
+        max_tokens: of a step.
         """
         num_seats, num_blocks = seats.block_table.shape
         self.model, self.pools, self.seats = model, pools, seats

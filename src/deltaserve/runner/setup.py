@@ -109,7 +109,7 @@ def _graphs(blueprint: Blueprint, runner: Runner) -> StepGraphs:
         runner.inputs.recent,
         runner.inputs.gained,
         lengths=range(1, 2 + blueprint.num_guesses),
-        max_tokens=min(blueprint.max_num_batched_tokens, runner.seats.max_len),
+        max_tokens=min(blueprint.max_num_batched_tokens, len(runner.seats.num_blocks) * runner.seats.max_len),
         hidden_size=blueprint.model.hidden_size,
         dtype=blueprint.dtype,
     )

@@ -19,12 +19,12 @@ class Admission:
     def __init__(self, cache: CacheManager, lines: Lines, counters: Counters) -> None:
         self._cache, self._lines, self._counters = cache, lines, counters
 
-    def admit(self, budget: int) -> list[Sequence]:
-        """Seat those waiting requests that this step has tokens and the cache has room for."""
-        candidates = self._without_followers(self._lines.candidates)
+    def admit(self, budget: int, most: int | None = None) -> list[Sequence]:
+        """Seat those waiting requests that this step has tokens and the cache has room for. `most`: prompts of it."""
+        candidates = self._without_followers(self._lines.candidates) if budget > 0 else []
         if not candidates:
             return []
-        prompts = sorted([*self._lines.prefilling, *candidates], key=lambda s: s.order)
+        prompts = sorted([*self._lines.prefilling, *candidates], key=lambda s: s.order)[:most]
         shares = policy.share_prompts(budget, [s.num_to_prefill for s in prompts])
         owed = sum(self.blocks_owed(s) for s in self._lines.running)
         seated: list[Sequence] = []
@@ -52,7 +52,7 @@ class Admission:
     def _without_followers(self, candidates: list[Sequence]) -> list[Sequence]:
         """Those who need not wait for another: a prompt that is being computed is computed once for all who share it.
 
-        A leader moves in every step, so nobody waits for long; if its state cannot be kept, they compute for
+        A leader moves in every step of prompts, so nobody waits for long; if its state cannot be kept, they compute for
         themselves.
         """
         if not self._cache.keeps:

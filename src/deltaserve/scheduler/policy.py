@@ -8,8 +8,8 @@ there are any, drafts; what is left is shared among the prompts:
   step or two and not for all of them.
 - What they do not use goes to the oldest.
 
-A request that extends has its token in every step, and no step is longer than the budget: a long prompt delays the
-others' next token by one chunk, never by itself.
+A request that extends has its token in every step, or in every second where prompts have steps of their own, and no
+step is longer than the budget: a long prompt delays the others' next token by one chunk, never by itself.
 """
 
 from __future__ import annotations

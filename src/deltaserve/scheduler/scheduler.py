@@ -59,7 +59,7 @@ class Scheduler:
         seed: int = 0,
         num_drafts_for: Callable[[Sequence], int] = policy.proposed_drafts,
         speculation: Speculation | None = None,
-        apart: bool = False,
+        apart: int = 0,
     ) -> None:
         """
         max_num_seqs: seats, the requests that run at once.
@@ -69,7 +69,7 @@ class Scheduler:
         seed: draws the seeds of requests that bring none.
         num_drafts_for: drafts to verify in a sequence's next row; cut to what the cache keeps and the step holds.
         speculation: says how many drafts a step proposes; None proposes none.
-        apart: rows that extend and prompts are not in one step.
+        apart: prompts of a step at most, without rows that extend in it; 0: steps are mixed.
 
         Raises ValueError when a step could not hold one token of each request.
         """
@@ -92,8 +92,8 @@ class Scheduler:
         """By step, oldest first; two at most."""
         self._num_propose: int | None = None
         """The choice for the next plan, when it was asked for and that plan is not made yet."""
-        self._drafts_in_use = False
-        """By the last plan."""
+        self._last_propose, self._drafts_in_use = 0, False
+        """By the last plan with rows that extend, or that might have had some."""
         self._last_kind: tuple[int, int, bool] | None = None
         """Of the step that was committed last: rows, drafts of each, whether drafts were in use."""
         self._counters = Counters()
@@ -211,34 +211,30 @@ class Scheduler:
 
     def _kinds(self) -> list[tuple[bool, bool]]:
         """(rows that extend, prompts) of the next step, and what else it may be if that comes to nothing."""
-        has_prompts = bool(self._lines.prefilling or self._lines.candidates)
-        if not (self._apart and has_prompts and self._lines.extending):
+        if not (self._apart and (self._lines.prefilling or self._lines.candidates) and self._lines.extending):
             return [(True, True)]
         return [(False, True), (True, False)] if self._prompts_next else [(True, False), (False, True)]
 
     def _fill(self, sizes: dict[int, int], budget: int, wanted: dict[int, int]) -> Plan | None:
         """A plan of `sizes` tokens of extending rows and `budget` of prompts, newcomers' too; None without a row."""
-        seated = self._admission.admit(budget)
+        chooses = bool(sizes) or not self._apart  # prompts of a step of their own tell nothing of drafts, and try none
+        num_propose = self._choose_drafts() if chooses else self._last_propose
+        seated = self._admission.admit(budget, self._apart or None)
         sizes |= self._share_prompts(budget)
         seatings = [s.seating() for s in seated]
-        planned = self._place(sizes, wanted, self._choose_drafts())
+        planned = self._place(sizes, wanted, num_propose)
         assert all(s.lease is not None for s in seated), "a request is let in and sent back in one step"
         if not planned:
             return None
         planned.sort(key=lambda p: not p.extends)  # stable: each kind stays in the order of arrival
         step = self._counters.steps
         self._counters.steps += 1
-        self._num_propose = None
+        if chooses:
+            self._num_propose, self._last_propose = None, num_propose
         self._in_flight[step] = planned
-        num_decode = sum(p.extends for p in planned)
+        num_decode, rows = sum(p.extends for p in planned), [p.row for p in planned]
         self._prompts_next = num_decode == len(planned)
-        return Plan(
-            step=step,
-            seatings=seatings,
-            rows=[p.row for p in planned],
-            num_decode=num_decode,
-            drafts=self._drafts_in_use,
-        )
+        return Plan(step=step, seatings=seatings, rows=rows, num_decode=num_decode, drafts=self._drafts_in_use)
 
     def _must_wait(self, extending: list[Sequence]) -> bool:
         """Whether the next step cannot be planned before the outcome of the one in flight is known."""
@@ -286,7 +282,7 @@ class Scheduler:
 
     def _share_prompts(self, budget: int) -> dict[int, int]:
         """Chunk sizes of those who prefill, by order of arrival."""
-        prompts = self._lines.prefilling
+        prompts = self._lines.prefilling[: self._apart or None]
         shares = policy.share_prompts(budget, [s.num_to_prefill for s in prompts])
         return {
             s.order: policy.cut_chunk(s.num_planned, s.num_to_prefill, n, self._cache.block_size)
@@ -357,6 +353,8 @@ class Scheduler:
     def _time(self, plan: Plan, seconds: float | None) -> None:
         """Tell what drafts cost, where the step and the one before it are alike: only rows that extend, which verify as
         many drafts as they propose."""
+        if self._apart and not plan.num_decode:
+            return  # in between
         most = max(row.num_drafts for row in plan.rows)
         proposes = max(row.num_propose for row in plan.rows)
         is_steady = plan.num_decode == len(plan.rows) and most == proposes

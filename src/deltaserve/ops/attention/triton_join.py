@@ -31,8 +31,8 @@ def target_of(device: torch.device, num_kv: int) -> int:
 
 def is_cut(tiles: int, target: int) -> bool:
     """Whether a step of so many tiles, padding included, may have tiles that `parts_of` gives several parts: those are
-    up to two thirds of `target`, and a graph may hold a fifth more than it is used for."""
-    return 5 * tiles <= 4 * target
+    up to two thirds of `target`, and a graph may hold a quarter more than it is used for."""
+    return 8 * tiles <= 7 * target
 
 
 @triton.jit
