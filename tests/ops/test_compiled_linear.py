@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deltaserve.ops.linear.triton_fp8 import quantize_rows_kernel
-from deltaserve.ops.linear.triton_gemm import Tiles, choose_tiles, gemm_kernel, lines_of
+from deltaserve.ops.linear.triton_gemm import BESIDE, Tiles, choose_tiles, gemm_kernel, lines_of, split_of
 from deltaserve.ops.linear.triton_gemv import (
     PLAIN_BYTES,
     QUANTIZED_BYTES,
@@ -146,6 +146,16 @@ def test_gemm(target: str) -> None:
             if target == "sm_90":
                 assert "wgmma.mma_async" in found.assembly
                 assert ("cp.async.cg" in found.assembly) == (tiles.held == 0)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_gemm_beside_another(target: str) -> None:
+    """A second, plain weight of few rows in the launch: its programs are few, and must not cost the others."""
+    for tokens in (8, 16, 32, 64):
+        tiles = choose_tiles(tokens, 12288, 2048, True, 132, SHARED[target])
+        found = compile_gemm(target, 2048, replace(tiles, ready=True), WAYS[target], split_of(2048, BESIDE))
+        assert found.spilled == 0, tiles
+        assert found.shared <= SHARED[target] // 2, tiles
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "width"), [(8, 12288, 2048), (32, 2048, 4096), (8, 513, 2048)])

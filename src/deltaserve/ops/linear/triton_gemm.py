@@ -298,7 +298,7 @@ def gemm_kernel(
                 0,
                 False,
                 0,
-                BLOCKS // BESIDE if EARLY and BT <= 16 and BLOCKS % BESIDE == 0 and BLOCKS // BESIDE <= 8 else 0,
+                BLOCKS // BESIDE if EARLY and BLOCKS % BESIDE == 0 and BLOCKS // BESIDE <= 8 else 0,
                 EARLY,
             )
             return
