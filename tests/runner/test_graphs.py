@@ -14,6 +14,7 @@ from deltaserve.config import EngineConfig
 from deltaserve.core.plan import Plan, Row, Seating
 from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.engine import Engine
+from deltaserve.runner import setup
 from deltaserve.runner.graphs import StepGraphs, row_counts
 from deltaserve.runner.inputs import Numbers
 
@@ -27,19 +28,9 @@ def test_row_counts() -> None:
 
 def with_graphs(engine: Engine, apart: bool = False) -> StepGraphs:
     """As on a GPU. `apart`: with steps of one kind, too."""
-    runner, blueprint = engine.workers.runner, engine.blueprint
+    runner = engine.workers.runner
     assert runner is not None
-    graphs = StepGraphs(
-        runner.model,
-        runner.pools,
-        runner.seats,
-        runner.inputs.recent,
-        runner.inputs.gained,
-        lengths=range(1, 2 + blueprint.num_guesses),
-        max_tokens=engine.blueprint.max_num_batched_tokens,
-        hidden_size=blueprint.model.hidden_size,
-        dtype=blueprint.dtype,
-    )
+    graphs = setup._graphs(engine.blueprint, runner)
     graphs.record(progress=False)
     runner.use_graphs(graphs)
     engine.scheduler._apart = graphs.prompt_rows - 1 if apart else 0
@@ -53,9 +44,9 @@ def run(graphs: bool, apart: bool = False, **config: Any) -> dict[str, list[int]
         recorded = with_graphs(engine, apart)
         inner = recorded.run
         recorded.run = lambda numbers: replays.append(found := inner(numbers)) or found  # type: ignore[method-assign, func-returns-value]
-    draw = random.Random(3)
+    draw, longest = random.Random(3), min(150, engine.max_model_len - 40)
     for number in range(12):
-        prompt = [draw.randrange(2000) for _ in range(draw.randrange(1, 150))]
+        prompt = [draw.randrange(2000) for _ in range(draw.randrange(1, longest))]
         params = SamplingParams(
             temperature=draw.choice([0.0, 0.9]),
             seed=number,
@@ -78,8 +69,9 @@ def run(graphs: bool, apart: bool = False, **config: Any) -> dict[str, list[int]
 
 
 @pytest.mark.parametrize("speculative_tokens", ["0", "2"])
-def test_fixed_shapes_say_the_same(speculative_tokens: str) -> None:
-    config: dict[str, Any] = {"speculative_tokens": speculative_tokens, "dtype": "float64"}
+@pytest.mark.parametrize("more", [{}, {"max_model_len": 56}], ids=["", "contexts shorter than a step"])
+def test_fixed_shapes_say_the_same(speculative_tokens: str, more: dict[str, Any]) -> None:
+    config: dict[str, Any] = {"speculative_tokens": speculative_tokens, "dtype": "float64"} | more
     expected = run(False, **config)
     assert run(True, **config) == expected
     assert run(True, apart=True, **config) == expected
