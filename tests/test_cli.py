@@ -244,6 +244,16 @@ def test_generate_prints_the_answer(scripted_llm: LLM) -> None:
     assert invoke("generate", "-", "--max-tokens", "200", "--stop", "12", input=text).output == "Mia buys \n"
 
 
+def test_ctrl_c_stops_generate_and_its_exit_code_says_so(scripted_llm: LLM) -> None:
+    engine = scripted_llm.engine
+    assert isinstance(engine, Terminal)
+    engine.interrupt_at = 3
+    result = invoke("generate", "one two three four five six seven", "--max-tokens", "200")
+    assert result.output.endswith(" [stopped]\n")
+    assert result.exit_code == 130
+    assert not engine.has_work(), "the request is gone"
+
+
 def converse(*lines: str, words: tuple[str, ...] = ()) -> list[str]:
     """What a chat prints after its greeting."""
     result = invoke("chat", *words, input="\n".join(lines))

@@ -21,7 +21,7 @@ import deltaserve
 from deltaserve.bench.commands import bench
 from deltaserve.config import EngineConfig
 from deltaserve.core.request import SamplingParams
-from deltaserve.flags import argument, command, config_of, engine_config, engine_flags, flag, flags_of
+from deltaserve.flags import INTERRUPTED, argument, command, config_of, engine_config, engine_flags, flag, flags_of
 from deltaserve.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -100,12 +100,13 @@ def serve(values: dict[str, Any]) -> int:
 
 
 @command(app, _PROMPT, *flags_of(EngineConfig), *_sampling_flags())
-def generate(values: dict[str, Any]) -> None:
+def generate(values: dict[str, Any]) -> int | None:
     """Continue a text, printed as it comes."""
     prompt = values.pop("prompt")
     with _loaded(values) as llm:
         text = sys.stdin.read() if prompt == "-" else prompt
-        _print_answer(llm, text, _params(llm, values))
+        _, is_whole = _print_answer(llm, text, _params(llm, values))
+    return None if is_whole else INTERRUPTED
 
 
 @command(app, *engine_flags(), *_sampling_flags())
@@ -169,7 +170,7 @@ def _reply(llm: LLM, params: SamplingParams, history: list[dict[str, Any]]) -> N
     try:
         text = llm.render_chat(history)
         assert llm.tokenizer is not None, "a template was rendered without a tokenizer"
-        answer = _print_answer(llm, llm.tokenizer.encode(text, add_special_tokens=False), params)
+        answer, _ = _print_answer(llm, llm.tokenizer.encode(text, add_special_tokens=False), params)
     except ValueError as refusal:
         history.pop()
         print(f"{refusal} (/reset forgets the conversation)")
@@ -188,9 +189,10 @@ def _read_line(prompt: str) -> str | None:
             print(f"\n{CHAT_HELP}")
 
 
-def _print_answer(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
-    """Prints an answer piece by piece. Ctrl-C ends it between two steps, so that the engine stays sound."""
-    answer = ""
+def _print_answer(llm: LLM, prompt: str | list[int], params: SamplingParams) -> tuple[str, bool]:
+    """Prints an answer piece by piece; also returns it, and whether it is whole. Ctrl-C ends it between two steps, so
+    that the engine stays sound."""
+    answer, is_whole = "", True
     pieces = cast("Generator[TextDelta, None, None]", llm.stream(prompt, params))
     with _interruptions() as pressed, contextlib.closing(pieces):
         for piece in pieces:
@@ -200,9 +202,10 @@ def _print_answer(llm: LLM, prompt: str | list[int], params: SamplingParams) -> 
                 raise RuntimeError(piece.error)
             if pressed.is_set():
                 print(" [stopped]", end="")
+                is_whole = False
                 break
     print(flush=True)
-    return answer
+    return answer, is_whole
 
 
 @contextlib.contextmanager

@@ -17,6 +17,9 @@ from deltaserve.config import EngineConfig
 
 # ---- from fields to flags ------------------------------------------------------------------------------------------
 
+INTERRUPTED = 130
+"""The exit code of what Ctrl-C has ended."""
+
 
 def flags_of(config: type) -> list[inspect.Parameter]:
     """A parameter for each field of a config, under the field's name."""
@@ -124,4 +127,4 @@ def told(run: Callable[[], int | None]) -> int:
         typer.echo(f"error: {str(failure) or type(failure).__name__}", err=True)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
