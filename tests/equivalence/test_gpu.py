@@ -78,6 +78,7 @@ def test_random_traffic(seed: int) -> None:
         draw = random.Random(f"{seed} {number}")
         config = replace(draw_config(draw, number, None, "float32"), device="cuda", overlap="on")
         watched = Watched(config, draw.choice([float("nan"), 1e3]))
+        assert watched.engine.scheduler._apart > 0
         watched.engine.scheduler._apart *= number % 2
         seen += Traffic(watched, truth, draw, greedy_only=True).run(12, tolerance=2e-3)
         watched.engine.close()

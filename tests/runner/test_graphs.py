@@ -14,6 +14,7 @@ from deltaserve.config import EngineConfig
 from deltaserve.core.plan import Plan, Row, Seating
 from deltaserve.core.request import Request, SamplingParams
 from deltaserve.engine.engine import Engine
+from deltaserve.engine.workers import Workers
 from deltaserve.runner import setup
 from deltaserve.runner.graphs import StepGraphs, row_counts
 from deltaserve.runner.inputs import Numbers
@@ -75,6 +76,28 @@ def test_fixed_shapes_say_the_same(speculative_tokens: str, more: dict[str, Any]
     expected = run(False, **config)
     assert run(True, **config) == expected
     assert run(True, apart=True, **config) == expected
+
+
+def test_prompts_together_may_be_longer_than_a_context() -> None:
+    engine = Engine(EngineConfig(device="cpu", max_num_seqs=3, max_num_batched_tokens=96, max_model_len=64))
+    graphs, num = with_graphs(engine), np.array([40, 40, 10])
+    zeros, starts = np.zeros(3, dtype=np.int64), np.concatenate(([0], num.cumsum()))
+    numbers = Numbers(np.arange(3), zeros, num, zeros, zeros - 1, np.full(90, -1), starts, np.arange(3), 0)
+    assert graphs._shape_of(numbers) is not None
+    engine.close()
+
+
+def test_where_there_are_graphs_steps_are_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Workers, "most_prompts", 3)
+    engine = Engine(EngineConfig(device="cpu", max_num_seqs=4, max_num_batched_tokens=64))
+    assert engine.scheduler._apart == 3
+    engine.close()
+    monkeypatch.undo()
+    engine = Engine(EngineConfig(device="cpu", max_num_seqs=4, max_num_batched_tokens=64))
+    assert engine.workers.most_prompts == 0
+    with_graphs(engine)
+    assert engine.workers.most_prompts == 4
+    engine.close()
 
 
 def test_padding_writes_nothing() -> None:

@@ -70,7 +70,20 @@ def test_a_step_has_no_more_prompts_than_its_graph() -> None:
         rig.add(numbers(5), max_tokens=2)
     rig.finish()
     assert [len(plan.rows) for plan in rig.plans] == [2, 2, 2, 2]
+    assert [len(plan.seatings) for plan in rig.plans] == [2, 0, 2, 0], "nobody takes a seat without a row"
     assert kinds(rig.plans) == "pdpd"
+
+
+def test_one_who_comes_back_does_not_make_a_step_of_prompts_longer() -> None:
+    rig = Rig(apart=2, max_num_batched_tokens=64)
+    first = rig.add(numbers(5), max_tokens=20)
+    rig.add(numbers(70), max_tokens=1)
+    rig.add(numbers(70), max_tokens=1)
+    while sum(len(plan.seatings) for plan in rig.plans) < 3:
+        rig.step()
+    assert rig.scheduler.preempt(first)
+    rig.finish()
+    assert max(len(plan.rows) for plan in rig.plans) == 2
 
 
 def test_steps_of_prompts_neither_try_drafts_nor_hide_what_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
