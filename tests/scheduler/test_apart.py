@@ -75,10 +75,10 @@ def test_a_step_has_no_more_prompts_than_its_graph() -> None:
 
 
 def test_one_who_comes_back_does_not_make_a_step_of_prompts_longer() -> None:
-    rig = Rig(apart=2, max_num_batched_tokens=64)
+    rig = Rig(apart=2, max_num_batched_tokens=64, num_blocks=200)
     first = rig.add(numbers(5), max_tokens=20)
-    rig.add(numbers(70), max_tokens=1)
-    rig.add(numbers(70), max_tokens=1)
+    rig.add(numbers(120), max_tokens=1)
+    rig.add(numbers(120), max_tokens=1)
     while sum(len(plan.seatings) for plan in rig.plans) < 3:
         rig.step()
     assert rig.scheduler.preempt(first)
