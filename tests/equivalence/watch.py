@@ -24,10 +24,9 @@ from deltaserve.ops.layout import BLOCK, Layout
 from deltaserve.runner.draft import FIRST_ENTRY
 from deltaserve.runner.memory import Pools
 from deltaserve.scheduler.speculation import Speculation
+from tests.equivalence.truth import TIE
 
 NAN = float("nan")
-TIE = 3e-5
-"""Scores of experts that are closer may change places in float32: their errors are some 1e-5."""
 
 
 def bits(pool: Tensor) -> Tensor:

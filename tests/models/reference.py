@@ -7,7 +7,7 @@ says in float64 what is right.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.models.factory import layer_kinds
+
+Choice = tuple[str, int]
+"""An MLP with experts (its prefix) and a token: the last expert taken and the first left out compete."""
 
 
 class Reference:
@@ -24,9 +27,14 @@ class Reference:
         self.config = config
         self.tensors = {name: tensor.double() for name, tensor in tensors.items()}
         self.eps: float = config["rms_norm_eps"]
+        self.gaps: dict[Choice, float] = {}
+        """How far apart the two scores (before softmax) were in the last sequence."""
+        self._turned: Collection[Choice] = ()
 
-    def logits(self, token_ids: Sequence[int]) -> Tensor:
-        """float64 [tokens, vocab]."""
+    def logits(self, token_ids: Sequence[int], turned: Collection[Choice] = ()) -> Tensor:
+        """float64 [tokens, vocab]. `turned`: choices in which the expert that scores less is taken."""
+        self._turned = turned
+        self.gaps.clear()
         embeddings = self.tensors["model.embed_tokens.weight"]
         x = embeddings[torch.tensor(token_ids)]
         for layer, kind in enumerate(layer_kinds(self.config)):
@@ -131,8 +139,15 @@ class Reference:
     def mlp(self, prefix: str, x: Tensor) -> Tensor:
         if f"{prefix}gate.weight" not in self.tensors:
             return self.swiglu(prefix, x)
-        probabilities = self.project(x, f"{prefix}gate").softmax(-1)
-        weights, experts = probabilities.topk(self.config["num_experts_per_tok"])
+        scores, num_taken = self.project(x, f"{prefix}gate"), self.config["num_experts_per_tok"]
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        for t in range(len(x)) if num_taken < scores.shape[-1] else ():
+            last, next_one = order[t, num_taken - 1 : num_taken + 1].tolist()
+            self.gaps[prefix, t] = float(scores[t, last] - scores[t, next_one])
+            if (prefix, t) in self._turned:
+                order[t, num_taken - 1] = next_one
+        experts = order[:, :num_taken]
+        weights = scores.softmax(-1).gather(-1, experts)
         if self.config["norm_topk_prob"]:
             weights = weights / weights.sum(-1, keepdim=True)
         out = self.project(x, f"{prefix}shared_expert_gate").sigmoid() * self.swiglu(f"{prefix}shared_expert.", x)

