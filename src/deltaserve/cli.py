@@ -59,6 +59,7 @@ app.add_typer(bench, name="bench")
 
 
 _PROMPT = argument("prompt", str, "text; - reads the input")
+_GPU_MEMORY = flag("gpu_memory_gib", float, None, "plan for a GPU with so much memory free, be there one or not", "GiB")
 
 
 def _sampling_flags() -> list[inspect.Parameter]:
@@ -116,12 +117,12 @@ def chat(values: dict[str, Any]) -> None:
         _converse(llm, _params(llm, values))
 
 
-@command(app, *engine_flags())
+@command(app, *engine_flags(), _GPU_MEMORY)
 def inspect_(values: dict[str, Any]) -> None:
     """Show a model's numbers and the memory plan, without loading weights."""
     from deltaserve.runner.blueprint import inspect as describe
 
-    print(describe(engine_config(values)))
+    print(describe(engine_config(values), values["gpu_memory_gib"]))
 
 
 @command(app, *engine_flags())

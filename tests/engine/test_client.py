@@ -204,13 +204,16 @@ def test_no_waiting_still_lets_requests_run() -> None:
         ("absent", EngineStoppedError, "AttributeError"),
     ],
 )
-def test_a_start_that_fails_says_why(factory: str, error: type[Exception], words: str) -> None:
+def test_a_start_that_fails_says_why(
+    factory: str, error: type[Exception], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         with pytest.raises(error, match=words):
             async with running(factory):
                 pass
 
     run(test)
+    assert words not in caplog.text, "said twice: whoever waits for the start says it"
 
 
 @pytest.mark.parametrize(

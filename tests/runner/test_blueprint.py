@@ -62,6 +62,19 @@ def test_inspect_tells_the_plan_and_reads_no_weight(tmp_path: Path, monkeypatch:
         load_model(folder, Blueprint.draw(config_for(folder)).model, torch.float32, torch.device("cpu"), progress=False)
 
 
+def test_inspect_plans_for_a_gpu_that_is_elsewhere() -> None:
+    config = EngineConfig(preset="qwen3-next-80b-a3b-fp8", max_num_seqs=256, max_model_len=40960)
+    text = inspect(config, 138.0)
+    assert re.search(r"weights +74.92 GiB", text)
+    assert re.search(r"bfloat16, 96 of 96 mixers and MLPs in FP8, with float32 states on cuda:0", text)
+    assert "of 138.00 GiB free on the cuda" in text
+    assert "at most 256 requests at once, 40,960 tokens each" in text
+    with pytest.raises(ValueError, match=r"weights take 74\.92 GiB, but only 24\.00 GiB are free on the cuda"):
+        inspect(config, 24)
+    with pytest.raises(ValueError, match=r"gpu_memory_gib is -1; give the GiB"):
+        inspect(config, -1)
+
+
 def test_inspect_refuses_a_checkpoint_that_lacks_tensors(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, tiny_config())
     write_checkpoint(tmp_path / "other", tiny_config(num_hidden_layers=3))

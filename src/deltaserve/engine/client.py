@@ -324,14 +324,15 @@ class EngineClient:
         if self.failure is not None:
             return
         self.failure = reason
-        if not self._closing:
+        is_starting = self._process is not None and not self._ready.done()  # whoever waits for the start is told
+        if not self._closing and not is_starting:
             logger.error("%s", reason)
         for stream in set(self._streams.values()):
             stream.fail(EngineStoppedError(reason))
         self._streams.clear()
         if self._pong is not None and not self._pong.done():
             self._pong.set_result(None)
-        if self._process is not None and not self._ready.done():
+        if is_starting:
             self._ready.set_exception(kind(reason))
             self._ready.exception()  # whoever gave up waiting leaves no complaint behind
         elif not self._closing:

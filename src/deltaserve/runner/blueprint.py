@@ -16,8 +16,8 @@ from deltaserve.models.hub import BUILTIN
 from deltaserve.models.load import empty_model, has_mtp, quantized_units, resolve
 from deltaserve.models.presets import preset_config
 from deltaserve.ops.layout import BLOCK
-from deltaserve.runner.device import choose_device, choose_dtype, free_memory, state_dtype
-from deltaserve.runner.memory import SNAPSHOT_SHARE, MemoryPlan, footprint, solve, weight_bytes
+from deltaserve.runner.device import GPU, choose_device, choose_dtype, free_memory, state_dtype
+from deltaserve.runner.memory import GIB, SNAPSHOT_SHARE, MemoryPlan, footprint, solve, weight_bytes
 
 AUTO_GUESSES = 3
 
@@ -47,8 +47,11 @@ class Blueprint:
     """Weights are drawn at random, and no file is read for them."""
 
     @classmethod
-    def draw(cls, config: EngineConfig) -> Blueprint:
-        """Reads config.json and asks the machine. Raises ValueError for what the model or the machine cannot honour."""
+    def draw(cls, config: EngineConfig, gpu_memory: int | None = None) -> Blueprint:
+        """Reads config.json and asks the machine. `gpu_memory`: as on a GPU with so many bytes free.
+
+        Raises ValueError for what the model or the machine cannot honour.
+        """
         is_random = config.preset is not None or config.load_format == "dummy"
         if config.preset is not None:
             path, name, content = BUILTIN, f"preset {config.preset}", preset_config(config.preset)
@@ -56,7 +59,7 @@ class Blueprint:
             path = resolve(config.model, config.revision, with_weights=not is_random)
             name, content = str(path), load_config_json(path)
         model = ModelConfig.from_hf(content)
-        device = choose_device(config.device)
+        device = choose_device(config.device) if gpu_memory is None else GPU
         dtype = choose_dtype(config.dtype, device, model.checkpoint_dtype)
         state = state_dtype(config.state_dtype)
         num_guesses = _num_guesses(config.speculative_tokens, None if is_random else path, device)
@@ -65,7 +68,7 @@ class Blueprint:
         outline = empty_model(model, dtype, num_guesses > 0, quantized)
         sizes = footprint(model, dtype, state, weight_bytes(outline), num_guesses > 0)
         keeps_prefixes = config.prefix_cache == "on"
-        free = free_memory(device)
+        free = free_memory(device) if gpu_memory is None else gpu_memory
         share = SNAPSHOT_SHARE if keeps_prefixes else 0.0
         memory = solve(config, model.max_position, sizes, device.type, free, 1 + num_guesses, share)
         return cls(
@@ -140,9 +143,12 @@ def _num_guesses(wish: str, path: Path | None, device: torch.device) -> int:
     raise ValueError(f"speculative_tokens is {wish}, but {path} has no MTP layer (mtp.* tensors); take 0 or auto")
 
 
-def inspect(config: EngineConfig) -> str:
-    """What would be built, without reading a weight.
+def inspect(config: EngineConfig, gpu_memory_gib: float | None = None) -> str:
+    """What would be built, without reading a weight, on this machine or on a GPU with so much memory free.
 
     Raises ValueError as `Blueprint.draw`, and for a checkpoint whose files do not hold what its config.json says.
     """
-    return "\n".join(Blueprint.draw(config).lines())
+    if gpu_memory_gib is not None and not 0 < gpu_memory_gib < 1e6:
+        raise ValueError(f"gpu_memory_gib is {gpu_memory_gib:g}; give the GiB that are free on a GPU, such as 138")
+    gpu_memory = None if gpu_memory_gib is None else int(gpu_memory_gib * GIB)
+    return "\n".join(Blueprint.draw(config, gpu_memory).lines())

@@ -13,6 +13,8 @@ import torch
 THREAD_BYTES = 64 << 20
 """Weights that give one CPU thread enough to do between two ops."""
 
+GPU = torch.device("cuda", 0)
+
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -26,7 +28,7 @@ def choose_device(name: str) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
-        return torch.device("cuda", 0)
+        return GPU
     if name == "auto":
         return torch.device("cpu")
     raise ValueError(f"device is {name}, but this machine has no GPU that torch {torch.__version__} can use; take cpu")
@@ -39,7 +41,8 @@ def choose_dtype(name: str, device: torch.device, checkpoint_dtype: str) -> torc
     """
     if name == "auto":
         name = "float32" if device.type == "cpu" else checkpoint_dtype
-    if name == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    is_there = device.type == "cuda" and torch.cuda.is_available()
+    if name == "bfloat16" and is_there and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(f"dtype is bfloat16, which {torch.cuda.get_device_name(device)} cannot compute; take float16")
     return _DTYPES[name]
 
