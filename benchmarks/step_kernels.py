@@ -34,7 +34,8 @@ from deltaserve.config import EngineConfig
 from deltaserve.engine.engine import Engine
 
 NOTHING = "(nothing)"
-
+PROMPT_TOKENS, STEPS = 8, 24
+"""Of decode steps that are profiled."""
 
 Event = tuple[str, float, float]
 """A kernel's name, start and end, in microseconds."""
@@ -65,12 +66,38 @@ def times_of(events: Sequence[Event]) -> tuple[dict[str, float], dict[str, float
     return total, added, count
 
 
-def kernels_of(watch: Stopwatch, rows: int, prompt: int, steps: int) -> list[dict[str, Any]]:
-    """Kernels of one run, the longest in total first."""
-    watch.seconds(rows, prompt, 1)
+def decode_events(watch: Stopwatch, rows: int, steps: int) -> list[Event]:
+    """Of so many steps in which every row gives a token: prompts are over before the profiler starts."""
+    engine = watch.engine
+    batch = watch.batch(rows, PROMPT_TOKENS, min(2048, engine.max_model_len) - PROMPT_TOKENS)
+    for request in batch:
+        engine.add(request)
+    begun: set[str] = set()
+    while len(begun) < rows:
+        begun |= {output.request_id for output in engine.step()}
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        watch.seconds(rows, prompt, steps)
-    total, added, count = times_of(device_events(profile))
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    for request in batch:
+        engine.abort(request.request_id, "measured")
+    while engine.has_work():
+        engine.step()
+    return device_events(profile)
+
+
+def prompt_events(watch: Stopwatch, length: int) -> list[Event]:
+    """Of one prompt."""
+    watch.seconds(1, length, 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        watch.seconds(1, length, 1)
+    return device_events(profile)
+
+
+def kernels_of(events: Sequence[Event], steps: int) -> list[dict[str, Any]]:
+    """The longest in total first."""
+    total, added, count = times_of(events)
     everything = sum(added.values())
     return [
         {
@@ -114,11 +141,11 @@ def main(words: Sequence[str]) -> int:
             write([watch.decode(count)], "decode", where, asked.json)
     if not asked.no_profile:
         for count in rows:
-            print(f"decode, {count} rows (8 prompt tokens)")
-            print(table(kernels_of(watch, count, 8, 24)), flush=True)
+            print(f"decode, {count} rows ({PROMPT_TOKENS} prompt tokens)")
+            print(table(kernels_of(decode_events(watch, count, STEPS), STEPS)), flush=True)
         for length in lengths:
             print(f"prefill, {length} tokens")
-            print(table(kernels_of(watch, 1, length, 1)))
+            print(table(kernels_of(prompt_events(watch, length), 1)))
     engine.close()
     return 0
 

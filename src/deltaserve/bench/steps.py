@@ -43,9 +43,9 @@ class Stopwatch:
         self._weights = weights_of(runner.model, self._model)  # type: ignore[arg-type]
         self._is_fp8 = any(p.dtype == torch.float8_e4m3fn for p in runner.model.parameters())  # type: ignore[attr-defined]
 
-    def seconds(self, requests: int, prompt_tokens: int, output_tokens: int) -> float:
-        """From the first request's arrival to the last one's last token. Prompts are drawn before the clock starts."""
-        engine, vocab = self.engine, self._model.vocab_size
+    def batch(self, requests: int, prompt_tokens: int, output_tokens: int) -> list[Request]:
+        """Requests that nobody has seen, greedy, each of which takes all of its tokens."""
+        vocab = self._model.vocab_size
         params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
         batch = []
         for _ in range(requests):
@@ -54,6 +54,11 @@ class Stopwatch:
                 Request(request_id=f"bench-{self._count}", prompt_token_ids=prompt, params=params, arrival=time.time())
             )
             self._count += 1
+        return batch
+
+    def seconds(self, requests: int, prompt_tokens: int, output_tokens: int) -> float:
+        """From the first request's arrival to the last one's last token. Prompts are drawn before the clock starts."""
+        engine, batch = self.engine, self.batch(requests, prompt_tokens, output_tokens)
         begin = time.perf_counter()
         for request in batch:
             engine.add(request)
