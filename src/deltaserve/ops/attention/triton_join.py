@@ -50,6 +50,17 @@ def share_of(most, blocks, least):
     return tl.where(blocks * (share - 1) >= least * share, tl.maximum(share, 1), 1)
 
 
+@triton.jit
+def add_parts(peak, total, acc, peaks, totals, accs):
+    """Maximum, sum and product [D] of a query, with those of P more parts: [P], [P] and [P, D]."""
+    new_peak = tl.maximum(peak, tl.max(peaks, 0))
+    safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(peaks - safe_peak)
+    fade = tl.exp2(peak - safe_peak)
+    total = total * fade + tl.sum(totals * weights, 0)
+    return new_peak, total, acc * fade + tl.sum(accs * weights[:, None], 0)
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "target", "least"],
     do_not_specialize_on_alignment=["cu_ptr", "context_ptr"],
@@ -120,13 +131,7 @@ def join_kernel(
         totals = tl.load(peak_ptr + at * 2 + 1, mask=part < parts, other=0.0)
         sees = totals > 0  # of others no product was written
         accs = tl.load(acc_ptr + at[:, None] * WIDTH + column[None, :], mask=sees[:, None], other=0.0)
-        new_peak = tl.maximum(peak, tl.max(peaks, 0))
-        safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(peaks - safe_peak)
-        fade = tl.exp2(peak - safe_peak)
-        total = total * fade + tl.sum(totals * weights, 0)
-        acc = acc * fade + tl.sum(accs * weights[:, None], 0)
-        peak = new_peak
+        peak, total, acc = add_parts(peak, total, acc, peaks, totals, accs)
     out = acc / tl.where(total == 0.0, 1.0, total)
     if HAS_GATE:
         gate = tl.load(gate_ptr + token.to(tl.int64) * gate_stride + head * WIDTH + column)

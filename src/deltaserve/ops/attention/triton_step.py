@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaserve.ops.attention.triton_join import add_parts
 from deltaserve.ops.gpu import Properties, properties
 from deltaserve.ops.layout import BLOCK, Layout, Segment
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
@@ -266,13 +267,7 @@ def join_kernel(
         totals = tl.load(peak_ptr + at * 2 + 1, mask=is_part, other=0.0)
         mask = is_part[:, None] & inside[None, :]
         accs = tl.load(acc_ptr + at[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
-        new_peak = tl.maximum(peak, tl.max(peaks, 0))
-        safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(peaks - safe_peak)
-        fade = tl.exp2(peak - safe_peak)
-        total = total * fade + tl.sum(totals * weights, 0)
-        acc = acc * fade + tl.sum(accs * weights[:, None], 0)
-        peak = new_peak
+        peak, total, acc = add_parts(peak, total, acc, peaks, totals, accs)
     out = acc / tl.where(total == 0.0, 1.0, total)
     if HAS_GATE:
         out = out / (1.0 + tl.exp(-gate.to(tl.float32)))
