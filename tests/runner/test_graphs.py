@@ -69,6 +69,15 @@ def run(graphs: bool, apart: bool = False, **config: Any) -> dict[str, list[int]
     return tokens
 
 
+def test_a_step_of_decoding_sends_as_much_as_its_rows_need() -> None:
+    """However many tokens of prompts another step may hold: copies are sent whole, and each step waits for its own."""
+    engine = Engine(EngineConfig(device="cpu", max_num_seqs=7, max_num_batched_tokens=2048, speculative_tokens="0"))
+    assert engine.workers.runner is not None
+    graphs = setup._graphs(engine.blueprint, engine.workers.runner)
+    assert len(graphs.columns.buffer) < 11 * (7 + 1)
+    engine.close()
+
+
 @pytest.mark.parametrize("speculative_tokens", ["0", "2"])
 @pytest.mark.parametrize("more", [{}, {"max_model_len": 56}], ids=["", "contexts shorter than a step"])
 def test_fixed_shapes_say_the_same(speculative_tokens: str, more: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from deltaserve.ops.layout import BLOCK, Layout, Segment
 from deltaserve.ops.places.api import entries_of, next_entries, note_guess
 from deltaserve.ops.places.entries import Entries
 from deltaserve.ops.places.reference import kv_places
-from deltaserve.runner.graphs import StepGraphs, recorded
+from deltaserve.runner.graphs import Shape, StepGraphs, recorded
 from deltaserve.runner.inputs import Inputs
 from deltaserve.runner.staging import Ints, to_device
 
@@ -69,14 +69,14 @@ class DraftGraphs:
         steps = self._steps
         for rows in reversed(steps.rows):
             for length in steps.lengths:
-                steps.show_nothing(rows, rows * length)
+                steps.show_nothing(Shape(rows, rows * length, is_decode=True))
                 self._enter[rows, length] = recorded(partial(self._run_enter, rows, length), steps)
             self._chain[rows] = recorded(partial(self._run_chain, rows), steps)
         note_guess(self.draft[:1], self.seat[:1], self._inputs.recent, 0, self.draft)  # compiled while nobody waits
 
     @property
     def seat(self) -> Tensor:
-        """[B] int64: of each row of the last step."""
+        """[B] int64: of each row of the last step of decoding."""
         return self._steps.columns.seat
 
     def enter(self, rows: int, length: int, first_key: Ints) -> None:

@@ -103,7 +103,9 @@ class StepGraphs:
         most = max(num_seats * max(lengths), *(size + 1 for size in self.prompts), 1)
         self.block_table = torch.full((num_seats + 1, num_blocks), -1, dtype=torch.int32, device=self.device)
         most_rows = max(num_seats, self.prompt_rows)
-        self._feed = Feed(seats, most_rows, most, max(lengths), self.device)
+        # One for each kind: a step sends the whole of it, and the rows of decoding are few numbers.
+        decode = Feed(seats, num_seats, num_seats * max(lengths), max(lengths), self.device)
+        self._feeds = {True: decode, False: Feed(seats, self.prompt_rows, self.prompts[-1] + 1, 1, self.device)}
         self._later = torch.zeros(num_seats, dtype=torch.int64, device=self.device)
         """[S] int64: by how much the last step's rows start later than was said."""
         self.hidden = torch.zeros(most, hidden_size, dtype=dtype, device=self.device)
@@ -116,8 +118,8 @@ class StepGraphs:
 
     @property
     def columns(self) -> Columns:
-        """The numbers of the last step, on the device."""
-        return self._feed.columns
+        """The numbers of the last step of decoding, on the device."""
+        return self._feeds[True].columns
 
     @property
     def shapes(self) -> list[Shape]:
@@ -130,12 +132,12 @@ class StepGraphs:
     def record(self, progress: bool = True) -> None:
         """Record all graphs."""
         for shape in tqdm(self.shapes, desc="Recording graphs", disable=not progress):
-            self.show_nothing(shape.rows, shape.tokens)
+            self.show_nothing(shape)
             self._replay[shape] = recorded(partial(self._forward, shape), self, partial(self._rehearse, shape))
 
-    def show_nothing(self, rows: int, tokens: int) -> None:
+    def show_nothing(self, shape: Shape) -> None:
         """The numbers of a step that is all padding."""
-        self._feed.send(_nothing(), rows, tokens)
+        self._feeds[shape.is_decode].send(_nothing(), shape.rows, shape.tokens)
 
     def run(self, numbers: Numbers) -> tuple[Batch, Tensor] | None:
         """The step and the hidden states [T, D] of its tokens, which stand until the next call; None where no graph
@@ -144,10 +146,11 @@ class StepGraphs:
         if shape is None:
             return None
         self._copy_blocks(numbers.seats)
-        self._feed.send(numbers, shape.rows, shape.tokens)
+        feed = self._feeds[shape.is_decode]
+        feed.send(numbers, shape.rows, shape.tokens)
         context = self._replay[shape]()
         later = self._later[: len(numbers.counts)] if numbers.most_open else None
-        tokens, columns = int(numbers.row_starts[-1]), self._feed.columns
+        tokens, columns = int(numbers.row_starts[-1]), feed.columns
         last = None if shape.is_decode else columns.last[: len(numbers.sampling)]
         rows = shape.rows if shape.is_decode else None
         before = self._before[: len(numbers.counts)] if self.pools.hidden else None
@@ -171,7 +174,7 @@ class StepGraphs:
     def _forward(self, shape: Shape) -> ForwardContext:
         context = self._context(shape)
         hidden_TD = self.hidden[: shape.tokens]
-        hidden_TD.copy_(self.model(self._feed.columns.token[: shape.tokens], context))
+        hidden_TD.copy_(self.model(self._feeds[shape.is_decode].columns.token[: shape.tokens], context))
         if self.pools.hidden:
             [hidden_SD], layout = self.pools.hidden, context.layout
             slots = (layout.read_slot, layout.write_slot)
@@ -179,7 +182,7 @@ class StepGraphs:
         return context
 
     def _context(self, shape: Shape) -> ForwardContext:
-        columns, rows, tokens = self._feed.columns, shape.rows, shape.tokens
+        columns, rows, tokens = self._feeds[shape.is_decode].columns, shape.rows, shape.tokens
         bounds = columns.bounds[: rows + 1]
         if shape.is_decode:
             table_BN = self._begin(rows, tokens)
@@ -200,7 +203,7 @@ class StepGraphs:
 
     def _begin(self, rows: int, tokens: int) -> Tensor:
         """What the host could not know of extending rows; their blocks [B, N]."""
-        columns = self._feed.columns
+        columns = self.columns
         return begin_rows(
             *(columns.seat[:rows], self._recent, self._gained, self.block_table),
             *(columns.num_open[:rows], columns.later_slot[:rows], columns.token[:tokens], columns.position[:tokens]),
