@@ -27,7 +27,9 @@ import gc
 import logging
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -93,7 +95,7 @@ class Timeline:
         self.is_on = runner.graphs is not None
         if runner.graphs is None:
             return
-        launch, feed = runner.launch, runner.graphs._feed.send
+        launch = runner.launch
 
         def launched(plan: Plan) -> Pending:
             self.steps.append([])
@@ -101,12 +103,13 @@ class Timeline:
             self.mark()
             return pending
 
-        def fed(*args: Any) -> None:
-            feed(*args)
+        def fed(send: Callable[..., None], *args: Any) -> None:
+            send(*args)
             self.mark()
 
         runner.launch = launched  # type: ignore[method-assign]
-        runner.graphs._feed.send = fed  # type: ignore[method-assign, assignment]
+        for feed in runner.graphs._feeds.values():
+            feed.send = partial(fed, feed.send)  # type: ignore[method-assign]
         if runner.guesser is not None:
             propose = runner.guesser.propose
 
