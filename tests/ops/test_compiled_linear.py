@@ -137,9 +137,11 @@ def test_gemv_with_its_norm(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_gemm(target: str) -> None:
-    for tokens in (8, 64, 1024):
+    for tokens in (8, 64, 128, 256, 1024):
         for quantized in (True, False):
-            tiles = choose_tiles(tokens, 2048, 2048, quantized, 132, SHARED[target])
+            tiles = choose_tiles(
+                tokens, 2048 if quantized or tokens > 256 else 513, 2048, quantized, 132, SHARED[target]
+            )
             found = compile_gemm(target, 2048, tiles, WAYS[target] if quantized else 0)
             assert found.spilled == 0, tiles
             assert found.shared <= SHARED[target], tiles
@@ -184,8 +186,15 @@ def test_more_programs_for_fewer_rows() -> None:
     assert [rows_per_program(o, i, QUANTIZED_BYTES, 132) for o, i in sizes] == [8, 8, 4, 1]
     assert choose_tiles(8, 2048, 4096, True, 132, 227 << 10).split == 8
     assert choose_tiles(8, 12288, 2048, True, 132, 227 << 10).split == 4
-    assert [choose_tiles(t, 2048, 4096, True, 132, 227 << 10).split for t in (128, 200, 512, 1000)] == [8, 4, 2, 1]
-    assert [choose_tiles(t, 513, 2048, False, 132, 227 << 10).split for t in (128, 1024, 8192)] == [8, 2, 1]
+
+    def cut(tokens: int, height: int, width: int, quantized: bool) -> tuple[int, int]:
+        tiles = choose_tiles(tokens, height, width, quantized, 132, 227 << 10)
+        return tiles.outputs, tiles.split
+
+    many = (128, 200, 512, 1000)
+    assert [cut(t, 2048, 4096, True) for t in many] == [(64, 4), (64, 2), (128, 2), (128, 1)]
+    assert [cut(t, 513, 2048, False) for t in (*many, 8192)] == [(32, 8), (32, 4), (64, 2), (64, 2), (64, 1)]
+    assert [cut(t, 12288, 2048, True) for t in many] == [(128, 1)] * 4
     ahead = {tokens: choose_tiles(tokens, 2048, 4096, True, 132, 227 << 10).ahead for tokens in (4, 5, 64, 65)}
     assert ahead == {4: False, 5: True, 64: True, 65: False}
 

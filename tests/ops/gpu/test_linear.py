@@ -16,7 +16,7 @@ from tests.ops.guarded import guarded, relative
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-TOKENS = [1, 2, 3, 4, 5, 17, 63, 64, 65, 127, 128, 1000]
+TOKENS = [1, 2, 3, 4, 5, 17, 63, 64, 65, 127, 128, 200, 1000]
 
 
 def expected_of(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -91,7 +91,7 @@ def test_the_vendors_blockwise_product_and_ours_agree() -> None:
             assert relative(gpu.blockwise(x, weight, scale), expected) < 1e-2
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 8, 40])
+@pytest.mark.parametrize("tokens", [1, 4, 8, 40, 100, 200])
 def test_the_same_again_and_beside_others(tokens: int) -> None:
     weight, scale = reference.quantize_weight(torch.randn(2048, 4096, device=CUDA))
     x = torch.randn(tokens, 4096, device=CUDA).bfloat16()

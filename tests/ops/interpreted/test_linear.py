@@ -175,7 +175,13 @@ def test_gemm(tokens: int, quantized: bool) -> None:
 @pytest.mark.parametrize(("quantized", "dtype"), [(False, torch.float16), (True, torch.float32)])
 @pytest.mark.parametrize(
     "tiles",
-    [Tiles(64, 16, split=3), Tiles(64, 32, split=2, ready=True), Tiles(32, 64, split=4), Tiles(128, 128, ready=True)],
+    [
+        Tiles(64, 16, split=3),
+        Tiles(64, 32, split=2, ready=True),
+        Tiles(32, 64, split=4),
+        Tiles(64, 64, split=4, ready=True),
+        Tiles(128, 128, ready=True),
+    ],
 )
 def test_cuts_of_a_gemm(tiles: Tiles, quantized: bool, dtype: torch.dtype) -> None:
     x, weight, scale = operands(21, 140, 520, dtype, quantized)

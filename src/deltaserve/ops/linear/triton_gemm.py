@@ -35,6 +35,10 @@ all programs are there at once: six to a multiprocessor. At 8 tokens on an H200 
 step by 4.9 instead of 7.2 us."""
 BESIDE = 256
 """Inputs of a weight beside another that one program multiplies: it must not end later than the others."""
+HALVED = 256
+"""Tokens up to which tiles that are few are of half as many outputs. On an H200, in a chain of layers, out_proj moves
+the end by 9.9 us at 128 tokens, by 23.0 with tiles of 128 outputs in eight parts (at 256 by 12.8 and 19.3), a router by
+5.8 and 7.7 (6.8 and 7.8)."""
 GROUP: tl.constexpr = tl.constexpr(8)
 """Tiles of tokens that are computed side by side, so that weights are found in the cache."""
 
@@ -233,7 +237,7 @@ def multiply_tile(
         tl.debug_barrier()  # every thread's part is written before the program counts itself
         if tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLIT - 1:
             acc = tl.zeros_like(acc)
-            for other in range(SPLIT):
+            for other in tl.range(SPLIT, loop_unroll_factor=4 if BO * BT <= 4096 else 1):
                 acc += tl.load(part_ptrs + other * (BO * BT), cache_modifier=".cg")
             tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=kept)
             tl.store(count_ptr + tile, 0)
@@ -335,15 +339,19 @@ def _counters(device: torch.device) -> Tensor:
 
 def choose_tiles(tokens: int, height: int, width: int, quantized: bool, num_sms: int, shared_bytes: int) -> Tiles:
     """Few tokens: about 100 KiB in flight in each multiprocessor, and more programs than fill the device, as each waits
-    for its blocks in turn. Many: tiles that read little twice, and two programs for each multiprocessor. A split leaves
-    four blocks to each program (two of plain weights). Fewer stages, and smaller tiles, where shared memory is small
-    and e4m3 is widened in it."""
+    for its blocks in turn. Many: tiles that read little twice, and two programs for each multiprocessor; smaller ones
+    up to HALVED tokens where they are few, since one program adds all parts of a tile up. A split leaves four blocks to
+    each program (two of plain weights). Fewer stages, and smaller tiles, where shared memory is small and e4m3 is
+    widened in it."""
     small, stages = shared_bytes < 96 << 10, 4 if shared_bytes > 200 << 10 else 2
     ahead = tokens in AHEAD
     tokens = triton.next_power_of_2(tokens)
     if tokens > 64:
         narrow = 64 if quantized or small or tokens <= 512 else 128
-        outputs, programs, stages = 128 if quantized and not small else 64, 2 * num_sms, min(stages, 3)
+        outputs, programs = 128 if quantized and not small else 64, 2 * num_sms
+        if tokens <= HALVED and not small and 2 * -(-height // outputs) * (tokens // narrow) <= num_sms:
+            outputs, programs = outputs // 2, programs if quantized else 3 * num_sms
+        stages = stages if outputs == 64 and quantized else min(stages, 3)
     else:
         narrow = max(16, tokens)
         outputs = 128 if height >= 128 * 4 * num_sms and not small else 64
