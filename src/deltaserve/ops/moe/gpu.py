@@ -1,7 +1,8 @@
 """How a mixture of experts is computed on a GPU, by its sizes. Knows no kernel's inside.
 
-Up to MAX_TOKENS of `triton_pairs`, pair by pair (3 launches with routing); beyond, in groups of one expert (3 to 7: one
-more each for more than 16 tokens, for many pairs, for inputs that are not quantised yet, and for adding up).
+Up to MAX_TOKENS of `triton_pairs`, pair by pair (3 launches with routing, 4 with adding up); beyond, in groups of one
+expert (3 to 7: one more each for more than 16 tokens, for many pairs, for inputs that are not quantised yet, and for
+adding up).
 """
 
 from __future__ import annotations
@@ -40,10 +41,9 @@ def sparse_moe(
             routed = triton_route.route_and_quantize(scores_TF, x_TD, top_k, renormalize, shared, None, place_T)
             weights_TK, ids_TK, _, ready = routed
         h_PI = triton_pairs.gate_up(x_TD, w13, w13_scale, ids_TK, shared, ready=ready)
-        return triton_pairs.down(h_PI, w2, w2_scale, weights_TK, ids_TK)
-    weights_TK, ids_TK, count = triton_route.route(scores_TF, top_k, renormalize, shared, None, place_T)
-    held = w13, w2, w13_scale, w2_scale
-    y_TKD = triton_groups.grouped(x_TD, *held, weights_TK, ids_TK, count, shared=shared, ready=ready)
-    if not adds_up:
-        return y_TKD
-    return triton_members.add_up(y_TKD, x_TD.dtype)
+        y_TKD = triton_pairs.down(h_PI, w2, w2_scale, weights_TK, ids_TK)
+    else:
+        weights_TK, ids_TK, count = triton_route.route(scores_TF, top_k, renormalize, shared, None, place_T)
+        held = w13, w2, w13_scale, w2_scale
+        y_TKD = triton_groups.grouped(x_TD, *held, weights_TK, ids_TK, count, shared=shared, ready=ready)
+    return triton_members.add_up(y_TKD, x_TD.dtype) if adds_up and y_TKD.dim() == 3 else y_TKD

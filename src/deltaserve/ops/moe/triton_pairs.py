@@ -1,9 +1,11 @@
 """The experts of a few tokens, one pair of a token and an expert after the other. Knows no routing.
 
 Two kernels. `gate_up`: a program owns BI inner columns of one pair: BI rows of the gate and of the up projection,
-whole, requested at once (16 KiB for rows of 2,048 bytes). `down`: a program owns BD outputs of one token and
-requests the rows of all its experts at once (32 KiB), so the sum over the experts stays in registers. An expert that
-several tokens share is read again, but from the cache. Weights move once at 1 token.
+whole, requested at once (16 KiB for rows of 2,048 bytes). `down`: a program owns BD outputs of some experts of one
+token, J together, and requests their rows at once, so that their sum stays in registers: of plain weights all experts
+(32 KiB), of quantised ones so few (16 KiB) that all programs are there at once and ask for all weights before what
+they multiply is there; the next norm adds up the rest. An expert that several tokens share is read again, but from the
+cache. Weights move once at 1 token.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from deltaserve.ops.linear.triton_fp8 import fp8_way, quantize, widen
 MAX_TOKENS = 2
 """Beyond, groups are faster on an H200."""
 MAX_BLOCK = 4096
-HELD_BYTES = 32 << 10
-"""Of the down projection, in a program's registers: half of them with 8 warps."""
+TOGETHER = 4
+"""Quantised experts of a program of `down`. Programs of all eleven take so many registers that half of them start late:
+on an H200 a layer without what mixes tokens takes 33.3 instead of 31.3 us at one token."""
+HELD_BYTES, QUANTIZED_BYTES = 32 << 10, 16 << 10
+"""Of the down projection, in a program's registers: half of them with 8 warps, and with 4."""
 
 
 @triton.jit
@@ -130,8 +135,11 @@ def down_kernel(
     FP8: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    t, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BD
-    j, i, d = tl.arange(0, J), tl.arange(0, IP), start + tl.arange(0, BD)
+    """Of each token, a row of outputs for each J of its experts."""
+    GROUPS: tl.constexpr = (K + J - 1) // J
+    row, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BD
+    t = row // GROUPS
+    j, i, d = row % GROUPS * J + tl.arange(0, J), tl.arange(0, IP), start + tl.arange(0, BD)
     has = j < K
     expert = tl.load(ids_ptr + t * K + j, mask=has, other=0).to(tl.int64)
     rows = w_ptr + expert[None, :, None] * (WIDTH * INNER) + d[:, None, None] * INNER + i[None, None, :]
@@ -158,7 +166,7 @@ def down_kernel(
     # would then be columns, outputs and experts in turn, a layout that Triton 3.6 adds up wrongly.
     is_flat: tl.constexpr = ROW_BYTES <= 512
     y = tl.sum(tl.reshape(products, (BD, J * IP)), 1) if is_flat else tl.sum(tl.sum(products, 1), 1)
-    tl.store(y_ptr + t * WIDTH + d, y.to(y_ptr.dtype.element_ty), mask=d < WIDTH)
+    tl.store(y_ptr + row * WIDTH + d, y.to(y_ptr.dtype.element_ty), mask=d < WIDTH)
 
 
 def gate_up(
@@ -212,19 +220,24 @@ def down(
     weights_TK: Tensor,
     ids_TK: Tensor,
     rows: int = 0,
-    num_warps: int = 8,
+    num_warps: int = 0,
     early: bool | None = None,
 ) -> Tensor:
-    """h [T * K, I] of `gate_up`, w2 [E, D, I] plain or e4m3, weights float32 and ids int32 [T, K] -> [T, D] as h.
+    """h [T * K, I] of `gate_up`, w2 [E, D, I] plain or e4m3, weights float32 and ids int32 [T, K] -> [T, D] as h; where
+    weights are quantised and K is more than TOGETHER, [T, G, D] float32, rows yet to be summed.
 
-    Variants: as `gate_up`; `rows` outputs (a power of two) of all experts are held at once.
+    Variants: as `gate_up`; `rows` outputs (a power of two) of a program's experts are held at once.
     """
     (tokens, top_k), (_, width, inner) = ids_TK.shape, w2.shape
-    y_TD = torch.empty(tokens, width, dtype=h_PI.dtype, device=h_PI.device)
     weight, way = fp8_way(w2, w2_scale)
-    columns = triton.next_power_of_2(top_k) * max(128 if way else 16, triton.next_power_of_2(inner))
-    rows = rows or max(1, min(16, HELD_BYTES // (columns * weight.element_size())))
-    down_kernel[(triton.cdiv(width, rows), tokens)](
+    together, held = triton.next_power_of_2(top_k), HELD_BYTES
+    if way:
+        together, held = min(TOGETHER, together), QUANTIZED_BYTES
+    groups, columns = triton.cdiv(top_k, together), max(128 if way else 16, triton.next_power_of_2(inner))
+    rows = rows or max(1, min(16, held // (together * columns * weight.element_size())))
+    shape, dtype = ((tokens, width), h_PI.dtype) if groups == 1 else ((tokens, groups, width), torch.float32)
+    y_TD = torch.empty(shape, dtype=dtype, device=h_PI.device)
+    down_kernel[(triton.cdiv(width, rows), tokens * groups)](
         h_PI,
         weight,
         weight if w2_scale is None else w2_scale,
@@ -235,10 +248,10 @@ def down(
         WIDTH=width,
         INNER=inner,
         BD=rows,
-        J=triton.next_power_of_2(top_k),
-        IP=max(128 if way else 16, triton.next_power_of_2(inner)),
+        J=together,
+        IP=columns,
         FP8=way,
-        num_warps=num_warps,
+        num_warps=num_warps or (4 if way else 8),
         **early_options(h_PI.device, early),
     )
     return y_TD
