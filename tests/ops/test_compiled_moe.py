@@ -118,7 +118,7 @@ def test_warps_with_roles() -> None:
         TARGETS["sm_90"],
         triton_roles.down_kernel,
         signature | {"w_desc": boxes.format(128, triton_roles.STAGES.value)},
-        SHAPE | {"PAIRS": 192, "S": CHOSEN.down_stages},
+        SHAPE | {"S": CHOSEN.down_stages},
     )
     for found, num_boxes in ((gate_up, 2), (down, 1)):
         assert (found.spilled <= 128, found.shared <= SHARED["sm_90"]) == (True, True), found

@@ -271,7 +271,6 @@ def fetch_down(
     h_ptr,
     tables,
     stages,
-    PAIRS: gl.constexpr,
     WIDTH: gl.constexpr,
     INNER: gl.constexpr,
     S: gl.constexpr,
@@ -285,9 +284,9 @@ def fetch_down(
     for tile in range(begin // BLOCKS, (end + BLOCKS - 1) // BLOCKS):
         first, last = share_of_tile(begin, end, tile, BLOCKS)
         row = gl.load(experts_ptr + tile) * WIDTH
-        pair_0, kept_0 = members_of(members_ptr, tile * PAIRS, gl.SliceLayout(1, BYTES))
-        pair_1, kept_1 = members_of(members_ptr, tile * PAIRS + 64, gl.SliceLayout(1, BYTES))
-        pair_2, kept_2 = members_of(members_ptr, tile * PAIRS + 128 % PAIRS, gl.SliceLayout(1, BYTES))
+        pair_0, kept_0 = members_of(members_ptr, tile * 192, gl.SliceLayout(1, BYTES))
+        pair_1, kept_1 = members_of(members_ptr, tile * 192 + 64, gl.SliceLayout(1, BYTES))
+        pair_2, kept_2 = members_of(members_ptr, tile * 192 + 128, gl.SliceLayout(1, BYTES))
         from_0, from_1, from_2 = offsets_of(pair_0, INNER), offsets_of(pair_1, INNER), offsets_of(pair_2, INNER)
         for column in range(first, last):
             for block in range(NUM):
@@ -295,8 +294,7 @@ def fetch_down(
                     mbarrier.wait(h_empty.index(block), h_phase)
                     fetch(h.index(3 * block), h_ptr + block * 128 + from_0, mask=kept_0[:, None])
                     fetch(h.index(3 * block + 1), h_ptr + block * 128 + from_1, mask=kept_1[:, None])
-                    if PAIRS == 192:
-                        fetch(h.index(3 * block + 2), h_ptr + block * 128 + from_2, mask=kept_2[:, None])
+                    fetch(h.index(3 * block + 2), h_ptr + block * 128 + from_2, mask=kept_2[:, None])
                     async_copy.mbarrier_arrive(h_full.index(block), increment_count=False)
                 mbarrier.wait(w_empty.index(stage), phase)
                 mbarrier.expect(w_full.index(stage), 128 * 128)
@@ -314,7 +312,6 @@ def multiply_down(
     tables,
     stages,
     GROUP: gl.constexpr,
-    PAIRS: gl.constexpr,
     WIDTH: gl.constexpr,
     INNER: gl.constexpr,
     S: gl.constexpr,
@@ -328,9 +325,8 @@ def multiply_down(
     stage, phase, h_phase = 0, 0, 0
     for tile in range(begin // BLOCKS, (end + BLOCKS - 1) // BLOCKS):
         first, last = share_of_tile(begin, end, tile, BLOCKS)
-        start = tile * PAIRS + GROUP * 64 % PAIRS
-        # A group behind the tile has no pairs: no number is that large, which the compiler does not know.
-        filled = gl.load(members_ptr + start) >= (0 if GROUP * 64 < PAIRS else 2147483647)
+        start = tile * 192 + GROUP * 64
+        filled = gl.load(members_ptr + start) >= 0
         w_scale_ptrs = w_scale_ptr + gl.load(experts_ptr + tile) * (BLOCKS * NUM)
         pair, _kept = members_of(members_ptr, start, gl.SliceLayout(1, PRODUCT))
         weight = gl.load(weights_ptr + pair)
@@ -370,7 +366,7 @@ def multiply_down(
 @gluon.jit
 def down_kernel(
     w_desc, h_ptr, h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, members_ptr, experts_ptr, count_ptr,
-    PAIRS: gl.constexpr, WIDTH: gl.constexpr, INNER: gl.constexpr, S: gl.constexpr,
+    WIDTH: gl.constexpr, INNER: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     NUM: gl.constexpr = INNER // 128
     w = gl.allocate_shared_memory(gl.float8e4nv, [S, 128, 128], STAGES)
@@ -383,17 +379,17 @@ def down_kernel(
         [
             (
                 multiply_down,
-                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 0, PAIRS, WIDTH, INNER, S),
+                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 0, WIDTH, INNER, S),
             ),
             (
                 multiply_down,
-                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 1, PAIRS, WIDTH, INNER, S),
+                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 1, WIDTH, INNER, S),
             ),
             (
                 multiply_down,
-                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 2, PAIRS, WIDTH, INNER, S),
+                (h_scale_ptr, w_scale_ptr, weights_ptr, y_ptr, tables, stages, 2, WIDTH, INNER, S),
             ),
-            (fetch_down, (w_desc, h_ptr, tables, stages, PAIRS, WIDTH, INNER, S)),
+            (fetch_down, (w_desc, h_ptr, tables, stages, WIDTH, INNER, S)),
         ],
         [4, 4, 4],
         [160, 160, 32],
@@ -474,7 +470,6 @@ def down(
         members,
         experts,
         count,
-        PAIRS=SIZE,
         WIDTH=width,
         INNER=inner,
         S=stages,
