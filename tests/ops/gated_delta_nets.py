@@ -6,7 +6,7 @@ Memory around every pool is watched: it may not change.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,15 @@ def step_rows(rows: int, length: int, *, padding: Sequence[int] = (), fresh: Seq
             slots[-1] = read[row]
         write.append(slots)
     return Rows([length] * rows, rows, [0 if slot < 0 else 5 for slot in read], read, write)
+
+
+def with_rows_behind(layout: Layout, count: int) -> Layout:
+    """The layout and so many rows of padding without a token."""
+    [segment] = layout.segments
+    cu_seqlens = torch.cat([segment.cu_seqlens, segment.cu_seqlens[-1:].repeat(count)])
+    read_slot = torch.cat([layout.read_slot, torch.full_like(layout.read_slot[:1], -1).repeat(count)])
+    longer = replace(segment, row_end=segment.row_end + count, cu_seqlens=cu_seqlens)
+    return replace(layout, segments=(longer,), read_slot=read_slot, memo={})
 
 
 @dataclass

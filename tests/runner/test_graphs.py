@@ -134,7 +134,7 @@ def test_padding_writes_nothing() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("length", [1, 32, 40, 63])
+@pytest.mark.parametrize("length", [1, 32, 40, 63, 64])
 def test_padding_of_a_prompt_is_told_from_its_tokens(length: int) -> None:
     """By the place of a key, where the layout says so; a step of extending rows does without."""
     engine = Engine(EngineConfig(device="cpu", max_num_seqs=5, max_num_batched_tokens=64, speculative_tokens="0"))

@@ -36,12 +36,12 @@ from deltaserve.runner.staging import Ints, to_device
 Kept = TypeVar("Kept")
 
 PROMPT_TOKENS = (
-    *(32, 63, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+    *(32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048),
     *(2304, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192),
 )
-"""Prompts of together as many tokens as each of these share a graph, with a token of padding: up to 64 in all, products
-stream weights (ops/linear/gpu.py). Beyond, steps keep the device busy for longer than
-their launches take."""
+"""Prompts of together as many tokens as each of these share a graph. Up to 64, products stream weights
+(ops/linear/gpu.py); above, a graph's tokens fill the tiles of 128 that the vendor's products have: one token more would
+be a row of tiles more. Beyond the last, steps keep the device busy for longer than their launches take."""
 MAX_PROMPTS = 16
 """Rows of a prompt graph that are not padding, at most."""
 
@@ -62,12 +62,12 @@ class Shape:
     rows: int
     tokens: int
     is_decode: bool
-    """Else the rows are prompts, and padding of at least one token."""
+    """Else the rows are prompts; of which at least one is padding, with or without tokens."""
 
     @property
     def length(self) -> int:
         """Of the longest row."""
-        return self.tokens // self.rows if self.is_decode else self.tokens - 1
+        return self.tokens // self.rows if self.is_decode else self.tokens
 
 
 class StepGraphs:
@@ -100,7 +100,7 @@ class StepGraphs:
         longest = min(max_tokens, PROMPT_TOKENS[-1])  # whatever a step holds up to there fits
         self.prompts = sorted({longest, *(size for size in PROMPT_TOKENS if size < longest)})
         self.prompt_rows = min(num_seats, MAX_PROMPTS) + 1
-        most = max(num_seats * max(lengths), *(size + 1 for size in self.prompts), 1)
+        most = max(num_seats * max(lengths), *self.prompts, 1)
         self.block_table = torch.full((num_seats + 1, num_blocks), -1, dtype=torch.int32, device=self.device)
         most_rows = max(num_seats, self.prompt_rows)
         # One for each kind: a step sends the whole of it, and the rows of decoding are few numbers.
@@ -125,7 +125,7 @@ class StepGraphs:
     def shapes(self) -> list[Shape]:
         """Of every graph, the largest first: the smaller ones use its memory again."""
         decode = [Shape(rows, rows * length, True) for length in self.lengths for rows in self.rows]
-        prompts = [Shape(self.prompt_rows, size + 1, False) for size in self.prompts]
+        prompts = [Shape(self.prompt_rows, size, False) for size in self.prompts]
         return sorted(decode + prompts, key=lambda shape: -shape.tokens)
 
     @torch.inference_mode()
@@ -160,7 +160,7 @@ class StepGraphs:
     def _shape_of(self, numbers: Numbers) -> Shape | None:
         count, length, tokens = len(numbers.counts), int(numbers.counts[0]), int(numbers.row_starts[-1])
         if numbers.num_decode == 0 and count < self.prompt_rows and self.prompts and tokens <= self.prompts[-1]:
-            return Shape(self.prompt_rows, self.prompts[bisect_left(self.prompts, tokens)] + 1, False)
+            return Shape(self.prompt_rows, self.prompts[bisect_left(self.prompts, tokens)], False)
         is_alike = numbers.num_decode == count and bool((numbers.counts == length).all())
         if not is_alike or length not in self.lengths:
             return None

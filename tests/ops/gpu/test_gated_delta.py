@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deltaserve.ops.gated_delta.api import gated_delta_net
-from tests.ops.gated_delta_nets import Net, Rows, Shape, check, chunk_rows, relative, step_rows
+from tests.ops.gated_delta_nets import Net, Rows, Shape, check, chunk_rows, relative, step_rows, with_rows_behind
 
 pytestmark = pytest.mark.gpu
 
@@ -57,6 +57,16 @@ def test_chunks(tokens: int, dtype: torch.dtype, state_dtype: torch.dtype) -> No
 
 def test_many_rows_of_chunks() -> None:
     run_and_check(BIG, chunk_rows([1, 63, 64, 65, 200, 300], [0, 1, 64, 70, 0, 127]), BF16, F32)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_rows_without_tokens_behind_the_others(dtype: torch.dtype) -> None:
+    """As in a graph that its prompts fill: such a row's first token would stand behind the last of all."""
+    net = Net.random(BIG, chunk_rows([125, 3], [0, 70]), dtype, F32, "cuda")
+    before, arguments = net.copy("cuda"), net.arguments()
+    arguments["layout"] = with_rows_behind(arguments["layout"], 2)
+    exact = 1e-5 if dtype == F32 else 1e-2
+    check(net, gated_delta_net(**arguments)[0], before, exact, exact)
 
 
 def test_steps_and_chunks_side_by_side() -> None:

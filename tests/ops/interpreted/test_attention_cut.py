@@ -150,5 +150,5 @@ def test_a_step_that_is_not_cut_has_no_parts(target: int) -> None:
     """Nor in the graph that holds it."""
     for tokens in range(1, 4000):
         if plan([tokens], target) > 1:
-            size = 1 + next(size for size in PROMPT_TOKENS if size >= tokens)
+            size = next(size for size in PROMPT_TOKENS if size >= tokens)
             assert triton_join.is_cut(size // 16, target) or tokens < 64

@@ -7,7 +7,7 @@ import torch
 
 from deltaserve.ops.gated_delta import api, triton_chunk, triton_step
 from deltaserve.ops.linear.triton_fp8 import quantize_rows
-from tests.ops.gated_delta_nets import Net, Rows, Shape, check, chunk_rows, relative, step_rows
+from tests.ops.gated_delta_nets import Net, Rows, Shape, check, chunk_rows, relative, step_rows, with_rows_behind
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -75,6 +75,14 @@ def test_chunks_of_any_width(k_dim: int, v_dim: int, ratio: int) -> None:
 @pytest.mark.parametrize(("dtype", "state_dtype"), [(BF16, F32), (BF16, BF16), (F32, BF16)])
 def test_chunks_in_half_precision(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
     run_and_check(Shape(1, 2, 32, 32), chunk_rows([70, 5], [0, 60]), dtype, state_dtype)
+
+
+def test_rows_without_tokens_behind_the_others() -> None:
+    """As in a graph that its prompts fill: such a row's first token would stand behind the last of all."""
+    net = Net.random(Shape(1, 2), chunk_rows([70, 5], [0, 60]), F32, F32)
+    before, arguments = net.copy("cpu"), net.arguments()
+    arguments["layout"] = with_rows_behind(arguments["layout"], 2)
+    check(net, api._by_kernels(**arguments)[0], before, 3e-5, 3e-5)
 
 
 def test_steps_and_chunks_side_by_side() -> None:

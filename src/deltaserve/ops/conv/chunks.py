@@ -20,15 +20,16 @@ def chunk_table(layout: Layout, segment: Segment) -> Tensor:
     """int32 [chunks at most, 4]: row; token at the chunk's first place; first token of the row; token after its last.
 
     Tokens are counted from the segment's first. Where a row begins inside a chunk, the chunk's first place lies before
-    the row's first token, and may be negative. Spare entries have a row without tokens. Through `Layout.once`; nothing
-    waits for the device: the number of entries is what rows of these many tokens could need.
+    the row's first token, and may be negative. Spare entries have a row without tokens, and such a row has no other.
+    Through `Layout.once`; nothing waits for the device: the number of entries is what rows of these many tokens could
+    need.
     """
-    rows = segment.row_end - segment.row_start
-    bound = (segment.token_end - segment.token_start) // CHUNK + 2 * rows
+    rows, num_tokens = segment.row_end - segment.row_start, segment.token_end - segment.token_start
+    bound = num_tokens // CHUNK + 2 * rows
     bounds = segment.cu_seqlens.long()
     first, end = bounds[:-1], bounds[1:]
-    offset = segment.cut(layout.position)[first] % CHUNK
-    count = (offset + end - first + CHUNK - 1) // CHUNK
+    offset = segment.cut(layout.position)[first.clamp(max=num_tokens - 1)] % CHUNK
+    count = torch.where(end > first, (offset + end - first + CHUNK - 1) // CHUNK, 0)
     last = count.cumsum(0)
     number = torch.arange(bound, device=bounds.device)
     row = torch.searchsorted(last, number, right=True)
