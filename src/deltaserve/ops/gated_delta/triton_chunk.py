@@ -49,37 +49,48 @@ def _exp(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def _sum_and_last(sum_a, last_a, sum_b, last_b):
+    return sum_a + sum_b, last_b
+
+
+@triton.jit
+def _last(a, b):
+    return b
+
+
+@triton.jit
 def gates_of(b, a, A_log, dt_bias, gates, base, i, in_row, last, head, tokens, b_stride, a_stride, FAST: tl.constexpr):
-    """Running sums of a chunk's decays and its write strengths, fp32 [64] both; stores the gates exp(G) and
-    exp(G_last - G). `base` is the token of i = 0, `last` the i of the row's last token here."""
+    """Running sums G of a chunk's decays, its write strengths beta, and beta exp(G), fp32 [64]; stores the gates exp(G)
+    and exp(G_last - G). `base` is the token of i = 0, `last` the i of the row's last token here."""
     token = base.to(tl.int64) + i
     write = tl.load(b + token * b_stride + head, mask=in_row, other=0).to(tl.float32)
     decay = tl.load(a + token * a_stride + head, mask=in_row, other=0).to(tl.float32)
     beta = tl.where(in_row, 1 / (1 + tl.exp(-write)), 0)
     decay = log_decay(decay, tl.load(A_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32))
-    total = tl.cumsum(tl.where(in_row, decay, 0), 0)
+    # What comes from a scan is handed on; all else the compiler would compute again in each layout that it is used in.
+    total, beta = tl.associative_scan((tl.where(in_row, decay, 0), beta), 0, _sum_and_last)
+    since = _exp(total, FAST)
     place = gates + 2 * (head.to(tl.int64) * tokens + token)
-    tl.store(place, _exp(total, FAST), mask=in_row)
+    tl.store(place, since, mask=in_row)
     # The last sum itself: another sum of the same decays could differ in its last digit.
     whole = tl.sum(tl.where(i == last, total, 0), 0)
     tl.store(place + 1, _exp(tl.where(in_row, whole - total, 0), FAST), mask=in_row)
-    return total, beta
+    return total, beta, tl.associative_scan(beta * since, 0, _last)
 
 
 @triton.jit
 def inverse_of_chunk(
-    asked, products, total, beta, p_place, in_row, EXACT: tl.constexpr, FAST: tl.constexpr, SIZE: tl.constexpr
+    asked, products, total, beta, strength, p_place, in_row, EXACT: tl.constexpr, FAST: tl.constexpr, SIZE: tl.constexpr
 ):
-    """T and, for w, T exp(G), fp32 [64, 64], columns times beta, from q k^T and k k^T; stores P. SIZE: see
-    `inverse_of`."""
+    """T and, for w, T exp(G), fp32 [64, 64], columns times beta, from q k^T and k k^T; stores P. `strength` is
+    beta exp(G), SIZE as in `inverse_of`."""
     i = tl.arange(0, asked.shape[0])
-    is_lower = i[:, None] > i[None, :]
-    between = _exp(tl.where(is_lower, total[:, None] - total[None, :], 0), FAST)
-    product = tl.where(i[:, None] >= i[None, :], asked * between, 0)
+    between = _exp(tl.minimum(total[:, None] - total[None, :], 0), FAST)
+    between = tl.where(i[:, None] >= i[None, :], between, 0)
+    product = asked * between
     tl.store(p_place, product.to(p_place.dtype.element_ty), mask=in_row[:, None])
-    system = tl.where(is_lower, products * between * beta[:, None], 0)
-    inverse = inverse_of(system, SIZE, tl.float32 if EXACT else tl.float16)
-    return inverse * beta[None, :], inverse * (beta * _exp(total, FAST))[None, :]
+    inverse = inverse_of(products * between * beta[:, None], SIZE, tl.float32 if EXACT else tl.float16)
+    return inverse * beta[None, :], inverse * strength[None, :]
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -130,13 +141,13 @@ def prepare_kernel(
     q_place = mixed + ((head // (VH // KH)) * K + i[:, None] * C + k_index[None, :])
     query = tl.load(q_place, mask=in_k, other=0).to(DOT)
     key = tl.load(q_place + KH * K, mask=in_k, other=0).to(DOT)
-    total, beta = gates_of(
+    total, beta, strength = gates_of(
         *(b, a, A_log, dt_bias, gates, base, i, in_row, last, head, tokens, b_stride, a_stride, FAST)
     )
     asked = tl.dot(query, tl.trans(key), input_precision="ieee")
     products = tl.dot(key, tl.trans(key), input_precision="ieee")
     p_place = p + wide * (VH * CHUNK) + ((i[:, None] * VH + head) * CHUNK + i[None, :])
-    for_u, for_w = inverse_of_chunk(asked, products, total, beta, p_place, in_row, EXACT, FAST, SIZE)
+    for_u, for_w = inverse_of_chunk(asked, products, total, beta, strength, p_place, in_row, EXACT, FAST, SIZE)
 
     v_place = mixed + (2 * KH * K + head * V + i[:, None] * C + v_index[None, :])
     value = tl.load(v_place, mask=in_v, other=0).to(DOT)

@@ -18,10 +18,12 @@ import triton.language as tl
 def _doubled(inverse, system, SIZE: tl.constexpr, DTYPE: tl.constexpr):
     """From the inverse of blocks of SIZE that of blocks twice as large; [.., N, N] both, products of DTYPE operands."""
     i = tl.arange(0, inverse.shape[-1])
-    is_new = ((i // SIZE)[:, None] != (i // SIZE)[None, :]) & ((i // (2 * SIZE))[:, None] == (i // (2 * SIZE))[None, :])
+    is_new = ((i // SIZE)[:, None] > (i // SIZE)[None, :]) & ((i // (2 * SIZE))[:, None] == (i // (2 * SIZE))[None, :])
     if len(inverse.shape) == 3:
         is_new = is_new[None, :, :]
     left = tl.dot(tl.where(is_new, system, 0).to(DTYPE), inverse.to(DTYPE), input_precision="ieee")
+    if SIZE == 32:  # the others' layouts would cost more than the difference
+        return tl.dot(inverse.to(DTYPE), -left.to(DTYPE), inverse, input_precision="ieee")
     return inverse - tl.dot(inverse.to(DTYPE), left.to(DTYPE), input_precision="ieee")
 
 
@@ -30,7 +32,7 @@ def _of_pairs(system):
     """The inverse of 2 x 2 blocks of I + system, [.., N, N]."""
     i = tl.arange(0, system.shape[-1])
     is_same = i[:, None] == i[None, :]
-    is_near = (i // 2)[:, None] == (i // 2)[None, :]
+    is_near = ((i // 2)[:, None] == (i // 2)[None, :]) & (i[:, None] > i[None, :])
     if len(system.shape) == 3:
         is_same, is_near = is_same[None, :, :], is_near[None, :, :]
     return tl.where(is_same, 1.0, 0.0) - tl.where(is_near, system, 0)
@@ -38,8 +40,8 @@ def _of_pairs(system):
 
 @triton.jit
 def inverse_of(system, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """fp32 [64, 64]: of I + system, which is zero on and above the diagonal. SIZE of the blocks that are inverted as a
-    batch: 2, none, or 16. DTYPE of the products' operands."""
+    """fp32 [64, 64]: of I + what of the system lies below the diagonal; all else of it is not read. SIZE of the blocks
+    that are inverted as a batch: 2, none, or 16. DTYPE of the products' operands."""
     ROWS: tl.constexpr = system.shape[0]
     BLOCKS: tl.constexpr = ROWS // SIZE
     if SIZE == 2:
