@@ -32,7 +32,7 @@ def signature_of(way: int, ready: bool, out: str, **others: str) -> dict[str, st
     return inputs | inside | tables | weights | others
 
 
-def compile_groups(target: str, tiles: Tiles, way: int, direct: int = 0, ahead: int = 0) -> tuple[Resources, Resources]:
+def compile_groups(target: str, tiles: Tiles, way: int, direct: int = 0) -> tuple[Resources, Resources]:
     ready = tiles.ready and way > 0
     makes_ready = ready and tiles.inner == 128
     constants = SHAPE | {"BM": tiles.pairs, "BK": 128 if way else 64, "FP8": way, "READY": ready}
@@ -50,7 +50,7 @@ def compile_groups(target: str, tiles: Tiles, way: int, direct: int = 0, ahead: 
         TARGETS[target],
         triton_groups.down_kernel,
         signature_of(way, makes_ready, "*bf16" if ready else "*fp32", pairs="i32"),
-        constants | {"READY": makes_ready} | {"BO": tiles.outputs, "AHEAD": ahead},
+        constants | {"READY": makes_ready} | {"BO": tiles.outputs},
         tiles.down_warps or tiles.warps,
         tiles.down_stages or tiles.stages,
     )
@@ -76,21 +76,6 @@ def test_warps_have_roles_where_experts_have_many_pairs() -> None:
     sizes = [choose_tiles(11 * t, 513, True, SHARED["sm_90"], True).pairs for t in (256, 1024, 1490, 1500, 2048, 8192)]
     assert sizes == [16, 32, 32, 192, 192, 192]
     assert not choose_tiles(11 * 8192, 513, False, SHARED["sm_90"], True).roles, "weights that are not quantised"
-
-
-@pytest.mark.parametrize("quantized", [True, False])
-def test_groups_that_bring_weights_near(quantized: bool) -> None:
-    """Before it waits for `gate_up`, `down` asks for every line that it will read, once."""
-    tiles = choose_tiles(22, 513, quantized, SHARED["sm_90"])
-    row_bytes = SHAPE["INNER"] * (1 if quantized else 2)
-    gate_up, down = compile_groups("sm_90", tiles, int(quantized), 16, row_bytes // 128)
-    before, *rest = down.assembly.split("griddepcontrol.wait")  # another one is that of programs without a tile
-    assert "cp.async.cg" not in before, "what `gate_up` makes is read after the wait"
-    assert before.count("prefetch.global.L2") == tiles.outputs * row_bytes // 128 // (32 * tiles.warps)
-    assert (down.spilled, "prefetch" in "".join(rest)) == (0, False)
-    before, after = gate_up.assembly.split("griddepcontrol.launch_dependents")
-    assert "griddepcontrol.wait" in before, "`down` must not start before the tables are made"
-    assert "griddepcontrol.wait" not in after
 
 
 def programs_of(found: Resources, warps: int = 4) -> int:

@@ -90,8 +90,6 @@ class Ways:
     """Of one token: 0, 1 or 2 norms inside products."""
     ahead: bool = True
     """Whether products in matrix units bring their weights near."""
-    down_ahead: bool = False
-    """Whether the experts' down projection does, in groups."""
     pairs: int = 2
     """Tokens up to which experts go pair by pair."""
     gemv: int = 3
@@ -116,7 +114,6 @@ def chosen(ways: Ways) -> Iterator[None]:
         (gpu, "NORMS_INSIDE", {False: ways.inside > 0, True: ways.inside > 1}),
         (gpu, "READY_GEMV", ways.gemv),
         (triton_gemm, "AHEAD", range(65) if ways.ahead else range(0)),
-        (triton_groups, "AHEAD", range(65) if ways.down_ahead else range(0)),
         (triton_pairs, "MAX_TOKENS", ways.pairs),
         (triton_groups, "choose_tiles", _changed(triton_groups.choose_tiles, lambda *sizes: ways.cut)),
         (triton_gemm, "choose_tiles", _changed(triton_gemm.choose_tiles, by_height)),
@@ -185,14 +182,11 @@ def ways_of(tokens: int) -> dict[str, Ways]:
     if tokens == 1:
         return {f"{name}{INSIDE[i]}": replace(ways, inside=i) for name, ways in found.items() for i in range(3)}
     found[" early, no weights ahead"] = Ways(ahead=False)
-    found[" early, both weights ahead"] = Ways(down_ahead=True)
     if tokens <= 4:
         del found[""], found[" early, no weights ahead"]
         found[" early, gemv"] = Ways(gemv=4)
-        found[" early, gemv, groups, down ahead"] = Ways(gemv=4, pairs=1, down_ahead=True)
         if tokens == 2:
             found[" early, groups"] = Ways(pairs=1)
-            found[" early, groups, down ahead"] = Ways(pairs=1, down_ahead=True)
         else:
             found[" early, gemv, pairs"] = Ways(gemv=4, pairs=4)
     return found

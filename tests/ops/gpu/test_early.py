@@ -12,7 +12,7 @@ from deltaserve.models.dummy import fill_at_random
 from deltaserve.models.qwen3_next import Qwen3Next
 from deltaserve.ops.layout import BLOCK, Layout
 from deltaserve.ops.linear import gpu, triton_early, triton_gemm
-from deltaserve.ops.moe import triton_groups, triton_pairs
+from deltaserve.ops.moe import triton_pairs
 from tests.models.factory import WIDE, tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -83,7 +83,6 @@ def test_steps_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_so_do_steps_of_few_tokens_that_go_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """With weights brought near, experts in groups from 2 tokens on, and quantised inputs multiplied one by one."""
     monkeypatch.setattr(triton_gemm, "AHEAD", range(257))
-    monkeypatch.setattr(triton_groups, "AHEAD", range(257))
     monkeypatch.setattr(triton_pairs, "MAX_TOKENS", 1)
     monkeypatch.setattr(gpu, "READY_GEMV", 4)
     model = make_model()

@@ -31,8 +31,6 @@ What each kernel reads before its wait, and why it may:
 | pairs' gate_up   | after its wait  | the shared expert; of others it needs the ids of `route`      |
 | pairs' down      | at once         | ids and weights of `route`, ended by rule 4, and the experts  |
 | groups' gate_up  | after its wait  | nothing                                                       |
-| groups' down     | at once         | if asked to bring weights near, the tables of tiles: they are |
-|                  |                 | made before `gate_up`, so ended by rule 4                     |
 | all others       | at once         | nothing                                                       |
 """
 

@@ -17,15 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaserve.ops.gpu import properties
-from deltaserve.ops.linear.triton_early import bring_near, early_options, let_next_start, wait_for_inputs
+from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 from deltaserve.ops.linear.triton_fp8 import fp8_way, operand, quantize, quantize_rows, stored
-from deltaserve.ops.linear.triton_gemm import along_tokens, lines_of, multiply, products
+from deltaserve.ops.linear.triton_gemm import along_tokens, multiply, products
 from deltaserve.ops.moe.triton_members import direct, group, same, tile_of
 
 Tables = tuple[Tensor, Tensor, Tensor]
 """Of `group`: each tile's pairs, its expert, and how many tiles there are. Or of `same`."""
-AHEAD = range(0)
-"""Tokens whose `down` brings its weights to the cache while `gate_up` computes; not yet timed."""
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -81,7 +79,7 @@ def gate_up_kernel(
 ):
     """READY: the input comes quantised, and what is made is quantised if BI is a block."""
     wait_for_inputs(EARLY)
-    let_next_start(EARLY)  # not sooner: so `down`, which starts then, finds the tables made
+    let_next_start(EARLY)
     COLUMNS: tl.constexpr = (INNER + BI - 1) // BI
     tile, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
     is_tile, expert, pair = tile_of(members_ptr, experts_ptr, count_ptr, pairs, tile, K, BM, DIRECT)
@@ -165,26 +163,15 @@ def down_kernel(
     FP8: tl.constexpr,
     READY: tl.constexpr,
     DIRECT: tl.constexpr,
-    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """AHEAD: the power of two that holds the lines of 128 bytes of a row of the weight, or 0."""
     let_next_start(EARLY)
-    if AHEAD == 0:
-        wait_for_inputs(EARLY)
+    wait_for_inputs(EARLY)
     COLUMNS: tl.constexpr = (WIDTH + BO - 1) // BO
     tile, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
     is_tile, expert, pair = tile_of(members_ptr, experts_ptr, count_ptr, pairs, tile, K, BM, DIRECT)
     o = column * BO + tl.arange(0, BO)
     kept_o = o < WIDTH
-    if AHEAD > 0:
-        if is_tile:
-            LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
-            near = tl.minimum(o, WIDTH - 1)[:, None] * INNER
-            bring_near(
-                w_ptr + expert * (WIDTH * INNER) + near + tl.minimum(tl.arange(0, AHEAD) * LINE, INNER - 1)[None, :]
-            )
-        wait_for_inputs(EARLY)
     if not is_tile:
         return
     kept_t = pair >= 0
@@ -315,9 +302,7 @@ def down(
     early: bool | None = None,
 ) -> Tensor:
     """h of `gate_up`, w2 [E, D, I] plain or e4m3, weights float32 [T, K] -> rows [T * K, D] in `dtype`."""
-    (_, width, inner), device, tokens = w2.shape, w2.device, len(weights_TK)
-    options = early_options(device, early, tokens)
-    ahead = options["EARLY"] and tokens in AHEAD
+    (_, width, inner), device = w2.shape, w2.device
     assert tiles.outputs <= 128 or w2_scale is None, f"moe: {tiles.outputs} outputs are more than a block"
     w2, way = fp8_way(w2, w2_scale)
     y_PD = torch.empty(weights_TK.numel(), width, dtype=dtype, device=device)
@@ -346,11 +331,10 @@ def down(
         FP8=way,
         READY=h_scale is not None,
         DIRECT=direct(tables, weights_TK.shape[1]),
-        AHEAD=lines_of(1, inner, w2.element_size()) if ahead else 0,
         num_warps=tiles.down_warps or tiles.warps,
         num_stages=tiles.down_stages or tiles.stages,
         **limit(device, tiles.down_registers),
-        **options,
+        **early_options(device, early, len(weights_TK)),
     )
     return y_PD
 
