@@ -124,6 +124,7 @@ class Barrier:
 class Barriers:
     def __init__(self, count: int) -> None:
         self.all = [Barrier() for _ in range(count)]
+        self.shape = (count, 1)
 
     def index(self, i: Any) -> Barrier:
         return self.all[int(i)]
@@ -155,6 +156,8 @@ class Place(threading.local):
     """Begun and in no group yet."""
     groups: list[list[Callable[[], object]]] = field(default_factory=list)
     """Of copies that have not arrived."""
+    threads: int = 0
+    """In the partition."""
 
 
 HERE = Place()
@@ -206,13 +209,14 @@ def copy_box(desc: Box, at: Sequence[Any], barrier: Barrier, target: Shared, pre
     if not bool(pred):
         return
     target.data.fill_(torch.nan)
-    row, column = map(int, at)
-    rows, columns = target.data.shape
-    assert row + rows <= desc.data.shape[0]
-    assert column + columns <= desc.data.shape[1]
+    (row, column), (rows, columns) = map(int, at), target.data.shape
+    assert column * desc.data.element_size() % 16 == 0, f"illegal instruction: a box that begins at column {column}"
 
     def arrive() -> None:
-        target.data.copy_(desc.data[row : row + rows, column : column + columns])
+        target.data.zero_()  # what is not there
+        low, high = (min(max(row + end, 0), desc.data.shape[0]) for end in (0, rows))
+        left, right = (min(max(column + end, 0), desc.data.shape[1]) for end in (0, columns))
+        target.data[low - row : high - row, left - column : right - column] = desc.data[low:high, left:right]
         barrier.settle(0, -target.data.numel() * target.data.element_size())
 
     threading.Timer(random.random() * 2e-3, arrive).start()
@@ -236,14 +240,14 @@ def wait_group(left: int) -> None:
 
 
 def arrive_copied(barrier: Barrier, increment_count: bool) -> None:
-    """Each of the partition's 128 threads arrives when what it has begun to copy is there."""
+    """Each of the partition's threads arrives when what it has begun to copy is there."""
     assert not increment_count
-    copies, HERE.copies = HERE.copies, []
+    copies, HERE.copies, threads = HERE.copies, [], HERE.threads
 
     def arrive() -> None:
         for copy in copies:
             copy()
-        barrier.settle(128, 0)
+        barrier.settle(threads, 0)
 
     threading.Timer(random.random() * 2e-3, arrive).start()
 
@@ -264,15 +268,19 @@ def wait_products(left: int, deps: Sequence[Any]) -> Any:
     return results if len(results) > 1 else results[0]
 
 
-def specialize(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
+def specialize(
+    partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], warps: Sequence[int], *_: Any
+) -> None:
+    """`warps`: of all but the first partition, which has four."""
     program, grid = HERE.program, HERE.grid
 
-    def run(body: Callable[..., None], args: tuple[Any, ...]) -> None:
-        HERE.program, HERE.grid, HERE.products = program, grid, []
+    def run(body: Callable[..., None], args: tuple[Any, ...], num_warps: int) -> None:
+        HERE.program, HERE.grid, HERE.products, HERE.threads = program, grid, [], 32 * num_warps
         body(*args)
 
     with ThreadPoolExecutor(len(partitions)) as pool:
-        for running in [pool.submit(run, *partition) for partition in partitions]:
+        given = zip(partitions, (4, *warps), strict=True)
+        for running in [pool.submit(run, *partition, num_warps) for partition, num_warps in given]:
             running.result()
 
 
@@ -302,7 +310,7 @@ def language() -> ModuleType:
         sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, convert_layout=lambda x, layout: x,
         broadcast=lambda a, b: (a, b.expand(a.shape)), inline_asm_elementwise=assembly,
         allocate_shared_memory=allocate, static_range=range, warp_specialize=specialize,
-        barrier=lambda: None,
+        barrier=lambda: None, static_assert=lambda is_so: None,
     )  # fmt: skip
     return made
 

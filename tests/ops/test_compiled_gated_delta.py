@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from triton.experimental.gluon import language as gl
 
-from deltaserve.ops.gated_delta import triton_chunk, triton_step
-from tests.ops.compiled import TARGETS, compile_for
+from deltaserve.ops.gated_delta import triton_chunk, triton_hopper, triton_step
+from tests.ops.compiled import TARGETS, compile_for, innermost_loops, instructions
 
 SHAPES = {"KH": 16, "VH": 32, "K": 128, "V": 128, "BK": 128}
 SHARED_KIB = {"sm_90": 227, "sm_80": 163, "gfx942": 64}
@@ -74,3 +75,29 @@ def test_pass(target: str, state: str) -> None:
     if target == "sm_90":
         assert "wgmma" in taken.assembly
         assert "cp.async" in taken.assembly
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+def test_pass_on_hopper(state: str) -> None:
+    """What carries the state on waits for nothing but its products, and loads a number only for its next turn."""
+    config, kernel = triton_chunk.HopperConfig(), triton_hopper.relay_kernel
+
+    def box(columns: int) -> str:
+        return f"tensordesc<bf16[64, {columns}],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
+
+    kinds = {"mixed_desc": box(128), "u_desc": box(64), "w_desc": box(128), "p_desc": box(64), "out_ptr": "*bf16"}
+    kinds |= {"gates_ptr": "*fp32", "pool_ptr": f"*{state}", "cu_ptr": "*i32"}
+    kinds |= dict.fromkeys(("tokens", "row_start", "num_pieces"), "i32")
+    kinds |= dict.fromkeys(("position_ptr", "read_slot_ptr", "write_slot_ptr"), "*i64")
+    constants = {"KH": 16, "VH": 32, "STAGES": config.stages, "OUT_STAGES": config.out_stages}
+    taken = compile_for(TARGETS["sm_90"], kernel, kinds, {**constants, "RELAYS": config.relays}, 4)
+    assert taken.shared <= SHARED_KIB["sm_90"] << 10
+    assert taken.registers == 168, "three groups of 128 threads share the registers"
+    assert taken.spilled <= 96, "of what loops do not touch"
+    loops = [loop for loop in innermost_loops(instructions(taken)) if "HGMMA" in loop]
+    assert len(loops) == 2
+    for loop in loops:
+        assert loop.count("HGMMA") == 12
+        assert loop.count("WARPGROUP.DEPBAR") <= 3, "products wait for each other"
+        assert loop.count("STL") + loop.count("LDL") <= 2
+        assert "R2UR" not in loop, "a number that is loaded is waited for at once"

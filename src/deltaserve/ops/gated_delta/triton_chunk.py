@@ -5,7 +5,8 @@ running sums G, the system I + A with A[i, j] = beta_i exp(G_i - G_j) k_i.k_j be
 
     u = (T beta) v      w = (T beta exp(G)) k      P[i, j] = exp(G_i - G_j) q_i.k_j on and below the diagonal
 
-`pass_kernel`, one program per row, value head and slice of V, carries the state through the chunks of its row:
+`pass_kernel`, one program per row, value head and slice of V, carries the state through the chunks of its row (on
+Hopper triton_hopper.py does, see HOPPER):
 
     n = u - w S      o = exp(G) q S + P n      S = exp(G_last) S + (exp(G_last - G) k)^T n
 
@@ -26,6 +27,7 @@ from the model's shapes, the dtype of the inputs and that of the states.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +42,19 @@ from deltaserve.ops.gated_delta.triton_inverse import inverse_of
 from deltaserve.ops.gated_delta.triton_step import log_decay
 from deltaserve.ops.gpu import properties
 from deltaserve.ops.layout import Layout, Segment
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """How triton_hopper.py passes over chunks: buffers of what carries the state on, of what answers, and between."""
+
+    stages: int = 3
+    out_stages: int = 2
+    relays: int = 2
+
+
+HOPPER: HopperConfig | None = HopperConfig()
+"""On Hopper, for widths of 128; None is `pass_kernel`, as on all other GPUs."""
 
 
 @triton.jit
@@ -327,6 +342,11 @@ def chunk(
         **prepare_tile(v_heads * table.shape[0], device),
     )
     out_TVD = torch.empty(tokens, v_heads, v_dim, dtype=dtype, device=device)
+    if HOPPER is not None and (k_dim, v_dim) == (128, 128) and properties(device).is_hopper:
+        from deltaserve.ops.gated_delta.triton_hopper import pass_chunks
+
+        pass_chunks(mixed_TC, w_TVK, p_TVC, gates_VT2, state_pool_SVKD, out_TVD, layout, segment, HOPPER)
+        return out_TVD
     options = tile(k_dim, v_dim, device)
     slices = triton.cdiv(v_dim, options["BW"])
     pass_kernel[(slices * v_heads, segment.row_end - segment.row_start)](
