@@ -21,6 +21,7 @@ HAND_WRITTEN = (
     ("hand-written sums", "hand_written"),
     ("hand-written sums, development", "hand_written_dev"),
     ("hand-written sums, second development", "hand_written_dev2"),
+    ("hand-written sums, third development", "hand_written_dev3"),
 )
 
 
