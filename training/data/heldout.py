@@ -22,6 +22,7 @@ HAND_WRITTEN = (
     ("hand-written sums, development", "hand_written_dev"),
     ("hand-written sums, second development", "hand_written_dev2"),
     ("hand-written sums, third development", "hand_written_dev3"),
+    ("hand-written sums, fourth development", "hand_written_dev4"),
 )
 
 
