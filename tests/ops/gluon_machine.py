@@ -307,6 +307,7 @@ def language() -> ModuleType:
         full=lambda shape, value, dtype, layout: register(torch.full(list(map(int, shape)), value, dtype=dtype)),
         zeros_like=torch.zeros_like, where=lambda c, a, b: register(torch.where(register(c), register(a), register(b))),
         maximum=both(torch.maximum), minimum=both(torch.minimum), max=lambda x, axis: x.amax(axis),
+        log=torch.log, rsqrt=torch.rsqrt,
         sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, convert_layout=lambda x, layout: x,
         broadcast=lambda a, b: (a, b.expand(a.shape)), inline_asm_elementwise=assembly,
         allocate_shared_memory=allocate, static_range=range, warp_specialize=specialize,

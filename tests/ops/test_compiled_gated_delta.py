@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from triton.experimental.gluon import language as gl
 
-from deltaserve.ops.gated_delta import triton_chunk, triton_hopper, triton_step
+from deltaserve.ops.gated_delta import triton_chunk, triton_hopper, triton_ring, triton_step
 from tests.ops.compiled import TARGETS, compile_for, innermost_loops, instructions
 
 SHAPES = {"KH": 16, "VH": 32, "K": 128, "V": 128, "BK": 128}
@@ -46,6 +46,23 @@ def test_step(target: str, is_one: bool, quantizes: bool, state: str) -> None:
         loads = 32 if state == "fp32" else 16
         assert taken.assembly.count("ld.global.v4.b32") >= loads
         assert taken.assembly.count("st.global.v4.b32") >= loads
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+def test_ring(state: str) -> None:
+    """Two programs share a multiprocessor, and states come as boxes."""
+    wide = 4 if state == "fp32" else 8
+    box = f"tensordesc<{state}[128, 128],{gl.NVMMASharedLayout(512 // wide, 128 // wide, 2)!r}>"
+    others = {"desc": box, "rows": "i32", "beyond": "i32", "q_out": "*fp8e4nv", "q_scale": "*fp32"}
+    constants = {"KH": 16, "VH": 32, "K": 128, "V": 128, "eps": 1e-6, "E": wide, "S": wide // 4, "FP8": 1}
+    kinds = signature(triton_ring.ring_kernel, state, **others)
+    taken = compile_for(TARGETS["sm_90"], triton_ring.ring_kernel, kinds, constants | {"EARLY": True})
+    assert taken.spilled <= 64
+    assert taken.registers <= 255
+    assert 2 * (taken.shared + 1024) <= 228 << 10
+    assert taken.assembly.count("st.global.v4.b32") >= 128 // wide
+    assert taken.assembly.count("ld.shared.v4.b32") >= 128 // wide
+    assert "cp.async.bulk.tensor.2d" in taken.assembly.split("griddepcontrol.wait")[0], "states wait for the input"
 
 
 FAST = {"sm_90": 2, "sm_80": 2, "gfx942": 1}

@@ -55,7 +55,9 @@ def steps(rows: int, length: int, state: torch.dtype, config: dict[str, Any]) ->
     for arguments in sets:
         arguments["z_TVD"] = arguments.pop("z_TX").unflatten(1, (V_HEADS, WIDTH))
         arguments["out_TVD"] = torch.empty(rows * length, V_HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
-    return [partial(triton_step.step, **arguments, segment=layout.segments[0], **config) for arguments in sets]
+    segment = layout.segments[0]
+    step = triton_step.step if config else triton_step.step_of(sets[0]["state_pool_SVKD"], segment)
+    return [partial(step, **arguments, segment=segment, **config) for arguments in sets]
 
 
 def step_bytes(rows: int, length: int, state: torch.dtype) -> float:

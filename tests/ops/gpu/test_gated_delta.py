@@ -36,6 +36,14 @@ def test_steps(rows: int, length: int, dtype: torch.dtype, state_dtype: torch.dt
     run_and_check(BIG, step_rows(rows, length), dtype, state_dtype)
 
 
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", [BIG, Shape(3, 1, 128, 128), Shape(2, 4, 128, 128)], ids=str)
+def test_many_rows_of_one_token(shape: Shape, state_dtype: torch.dtype) -> None:
+    """Some are padding and some have no state; programs have several rows, or fewer than there are programs."""
+    for count in (64, 150):
+        run_and_check(shape, step_rows(count, 1, padding=[1, 63], fresh=[2, 40]), BF16, state_dtype)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [(SMALL, F32), (SMALL, BF16), (SMALL, torch.float16), (Shape(1, 4, 128, 128), BF16), (Shape(2, 2, 24, 20), F32)],
@@ -115,10 +123,10 @@ def test_chunks_of_equal_keys(decay: float, beta: float, dtype: torch.dtype) -> 
     check(net, out, before, 1e-4 if dtype == F32 else rounded, 1e-4 if dtype == F32 else rounded)
 
 
-@pytest.mark.parametrize("length", [1, 3])
-def test_a_graph_of_a_step_follows_the_layout(length: int) -> None:
+@pytest.mark.parametrize(("count", "length"), [(5, 1), (5, 3), (70, 1)])
+def test_a_graph_of_a_step_follows_the_layout(count: int, length: int) -> None:
     """Captured with padding only, replayed with rows; nothing waits for the device."""
-    rows = step_rows(5, length, padding=[2], fresh=[4])
+    rows = step_rows(count, length, padding=[2], fresh=[4])
     net = Net.random(BIG, rows, BF16, F32, "cuda")
     before, arguments = net.copy("cuda"), net.arguments()
     layout, real = arguments["layout"], rows.layout("cuda")

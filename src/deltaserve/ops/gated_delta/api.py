@@ -116,7 +116,7 @@ def _by_kernels(
         ready = new_quantized(tokens, values, mixed_TC.device)
     for segment in layout.segments:
         if segment.is_step or not has_chunks:
-            triton_step.step(
+            triton_step.step_of(state_pool_SVKD, segment)(
                 *(mixed_TC, z_TVD, b_TV, a_TV, conv_weight_CW, A_log_V, dt_bias_V, norm_weight_D),
                 *(eps, conv_pool_SWC, state_pool_SVKD, layout, segment, out_TVD, ready),
             )

@@ -16,6 +16,7 @@ A kernel variant follows from the model's shapes, the dtypes, and whether rows h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,10 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaserve.ops.gpu import properties
 from deltaserve.ops.layout import Layout, Segment
 from deltaserve.ops.linear.triton_early import early_options, let_next_start, wait_for_inputs
 from deltaserve.ops.linear.triton_fp8 import fp8_way, quantize, stored
 
+RING = 64
+"""Rows of one token from which `triton_ring` is faster."""
 TAPS = 4
 """Of the convolution; its window is in registers by name."""
 
@@ -299,6 +303,17 @@ def tile(k_dim: int, v_dim: int, state_bytes: int) -> dict[str, Any]:
 def can_quantize(v_dim: int) -> bool:
     """Whether a head's outputs are whole blocks of 128, and all of a program's numbers."""
     return v_dim % 128 == 0 and v_dim & (v_dim - 1) == 0
+
+
+def step_of(state_pool_SVKD: Tensor, segment: Segment) -> Callable[..., None]:
+    """`step`, or `triton_ring.step` for many rows of one token and heads of 128 x 128 on Hopper."""
+    is_many = segment.is_step and segment.max_len == 1 and segment.row_end - segment.row_start >= RING
+    fits = state_pool_SVKD.shape[2:] == (128, 128) and state_pool_SVKD.element_size() in (2, 4)
+    if not (is_many and fits and state_pool_SVKD.is_contiguous() and properties(state_pool_SVKD.device).is_hopper):
+        return step
+    from deltaserve.ops.gated_delta import triton_ring
+
+    return triton_ring.step
 
 
 def step(
