@@ -193,7 +193,8 @@ def test_more_programs_for_fewer_rows() -> None:
 
     many = (128, 200, 512, 1000)
     assert [cut(t, 2048, 4096, True) for t in many] == [(64, 4), (64, 2), (128, 2), (128, 1)]
-    assert [cut(t, 513, 2048, False) for t in (*many, 8192)] == [(32, 8), (32, 4), (64, 2), (64, 2), (64, 1)]
+    assert [cut(t, 513, 2048, False) for t in (*many, 8192)] == [(16, 4), (32, 4), (64, 2), (64, 2), (64, 1)]
+    assert [cut(t, 513, 2048, False) for t in (32, 33, 64)] == [(64, 8), (16, 4), (16, 4)]
     assert [cut(t, 12288, 2048, True) for t in many] == [(128, 1)] * 4
     ahead = {tokens: choose_tiles(tokens, 2048, 4096, True, 132, 227 << 10).ahead for tokens in (4, 5, 64, 65)}
     assert ahead == {4: False, 5: True, 64: True, 65: False}

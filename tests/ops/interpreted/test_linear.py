@@ -180,6 +180,7 @@ def test_gemm(tokens: int, quantized: bool) -> None:
         Tiles(64, 32, split=2, ready=True),
         Tiles(32, 64, split=4),
         Tiles(64, 64, split=4, ready=True),
+        Tiles(16, 64, split=4),
         Tiles(128, 128, ready=True),
     ],
 )

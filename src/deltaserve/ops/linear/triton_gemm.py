@@ -37,8 +37,12 @@ BESIDE = 256
 """Inputs of a weight beside another that one program multiplies: it must not end later than the others."""
 HALVED = 256
 """Tokens up to which tiles that are few are of half as many outputs. On an H200, in a chain of layers, out_proj moves
-the end by 9.9 us at 128 tokens, by 23.0 with tiles of 128 outputs in eight parts (at 256 by 12.8 and 19.3), a router by
-5.8 and 7.7 (6.8 and 7.8)."""
+the end by 9.9 us at 128 tokens, by 23.0 with tiles of 128 outputs in eight parts (at 256 by 12.8 and 19.3), a router of
+256 tokens by 6.8 and 7.8."""
+NARROWED = 64, 128
+"""Classes of tokens for which a plain weight of few rows, a router, has tiles of 16 outputs in four parts. On an H200,
+in a layer, one of 513 rows moves the end by 5.8 us at 128 tokens, by 7.8 with 32 outputs in eight parts; at 64 by 4.4,
+with 64 outputs in eight parts by 6.3."""
 GROUP: tl.constexpr = tl.constexpr(8)
 """Tiles of tokens that are computed side by side, so that weights are found in the cache."""
 
@@ -340,9 +344,9 @@ def _counters(device: torch.device) -> Tensor:
 def choose_tiles(tokens: int, height: int, width: int, quantized: bool, num_sms: int, shared_bytes: int) -> Tiles:
     """Few tokens: about 100 KiB in flight in each multiprocessor, and more programs than fill the device, as each waits
     for its blocks in turn. Many: tiles that read little twice, and two programs for each multiprocessor; smaller ones
-    up to HALVED tokens where they are few, since one program adds all parts of a tile up. A split leaves four blocks to
-    each program (two of plain weights). Fewer stages, and smaller tiles, where shared memory is small and e4m3 is
-    widened in it."""
+    up to HALVED tokens where they are few, since one program adds all parts of a tile up, and the smallest for a router
+    of NARROWED tokens. A split leaves four blocks to each program (two of other plain weights). Fewer stages, and
+    smaller tiles, where shared memory is small and e4m3 is widened in it."""
     small, stages = shared_bytes < 96 << 10, 4 if shared_bytes > 200 << 10 else 2
     ahead = tokens in AHEAD
     tokens = triton.next_power_of_2(tokens)
@@ -356,7 +360,10 @@ def choose_tiles(tokens: int, height: int, width: int, quantized: bool, num_sms:
         narrow = max(16, tokens)
         outputs = 128 if height >= 128 * 4 * num_sms and not small else 64
         programs = num_sms * ((6 if narrow == 16 else 3) if quantized else 2)
-    least = 4 if quantized else 2
+    narrowed = not quantized and not small and tokens in NARROWED and height <= 8 * num_sms
+    if narrowed:
+        outputs, programs = 16, 2 * num_sms
+    least = 4 if quantized or narrowed else 2
     split, tiles = 1, -(-height // outputs) * -(-tokens // narrow)
     while split * 2 * least <= -(-width // 128) and split * 2 * tiles <= programs:
         split *= 2
