@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ def test_weights_are_those_of_the_cpu(
         assert torch.equal(there[name].cpu().float(), parameter.float()), name
 
 
+@pytest.mark.skipif(
+    os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1",
+    reason="measures time: with other tests beside it says nothing; run it with -n 0",
+)
 @pytest.mark.parametrize("name", ["qwen3-next-80b-a3b-fp8", "qwen3-next-80b-a3b"])
 def test_random_weights_come_at_the_speed_of_memory(name: str) -> None:
     """Two layers of the full model: 6.6 GB or half of it."""
@@ -60,8 +65,8 @@ def test_random_weights_come_at_the_speed_of_memory(name: str) -> None:
     nbytes = sum(parameter.nbytes for parameter in first.parameters())
     del first
     torch.cuda.synchronize()
-    took: list[float] = []
-    while len(took) < 20 and (not took or min(took) > nbytes / 20e9):  # the best: others may be using the device
+    took = []
+    for _ in range(3):
         start = time.perf_counter()
         model = random_model(config, BF16, device, quantized=quantized)
         torch.cuda.synchronize()
