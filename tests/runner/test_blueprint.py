@@ -73,6 +73,8 @@ def test_inspect_plans_for_a_gpu_that_is_elsewhere() -> None:
         inspect(config, 24)
     with pytest.raises(ValueError, match=r"gpu_memory_gib is -1; give the GiB"):
         inspect(config, -1)
+    with pytest.raises(ValueError, match=r"gpu_memory_gib is 138, but device is cpu"):
+        inspect(EngineConfig(device="cpu"), 138)
 
 
 def test_inspect_refuses_a_checkpoint_that_lacks_tensors(tmp_path: Path) -> None:

@@ -150,5 +150,7 @@ def inspect(config: EngineConfig, gpu_memory_gib: float | None = None) -> str:
     """
     if gpu_memory_gib is not None and not 0 < gpu_memory_gib < 1e6:
         raise ValueError(f"gpu_memory_gib is {gpu_memory_gib:g}; give the GiB that are free on a GPU, such as 138")
+    if gpu_memory_gib is not None and config.device == "cpu":
+        raise ValueError(f"gpu_memory_gib is {gpu_memory_gib:g}, but device is cpu; leave one of them out")
     gpu_memory = None if gpu_memory_gib is None else int(gpu_memory_gib * GIB)
     return "\n".join(Blueprint.draw(config, gpu_memory).lines())
