@@ -23,7 +23,8 @@ class Segment:
     """Contiguous rows of one step that are computed alike. Only the facades in `api.py` loop over segments.
 
     Rows of a *step* segment have `max_len` tokens each (decode: 1; more when several tokens are checked at once).
-    Rows of a *chunk* segment have any number of tokens from 1 to `max_len` (prefill).
+    Rows of a *chunk* segment have any number of tokens from 1 to `max_len` (prefill). Rows of padding may
+    have none, and begin where the next row does or behind the last token of all.
     """
 
     is_step: bool

@@ -105,7 +105,7 @@ class StepGraphs:
         most_rows = max(num_seats, self.prompt_rows)
         # One for each kind: a step sends the whole of it, and the rows of decoding are few numbers.
         decode = Feed(seats, num_seats, num_seats * max(lengths), max(lengths), self.device)
-        self._feeds = {True: decode, False: Feed(seats, self.prompt_rows, self.prompts[-1] + 1, 1, self.device)}
+        self._feeds = {True: decode, False: Feed(seats, self.prompt_rows, self.prompts[-1], 1, self.device)}
         self._later = torch.zeros(num_seats, dtype=torch.int64, device=self.device)
         """[S] int64: by how much the last step's rows start later than was said."""
         self.hidden = torch.zeros(most, hidden_size, dtype=dtype, device=self.device)
