@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 import deltaserve.ops.gated_delta
+from deltaserve.ops.gated_delta import triton_ring, triton_step
+from deltaserve.ops.gpu import properties
+from deltaserve.ops.layout import Segment
 from deltaserve.ops.linear import reference
 from deltaserve.ops.linear.triton_fp8 import new_quantized
 from tests.ops.gated_delta_nets import Net, Shape, check, step_rows
@@ -62,3 +66,26 @@ def test_outputs_that_are_quantised(kernels: ModuleType, monkeypatch: pytest.Mon
     assert ready is not None
     for found, expected in zip(ready, reference.quantize_rows(out.flatten(1)), strict=True):
         assert torch.equal(found[: len(out)].float(), expected[: len(out)].float())
+
+
+def test_many_rows_of_one_token_go_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper, and nothing else does."""
+    many = triton_step.RING
+    pool = torch.empty(2, 2, 128, 128)
+
+    def chosen(pool: Tensor, rows: int, length: int = 1, is_step: bool = True, first: int = 0) -> object:
+        bounds = torch.arange(rows + 1, dtype=torch.int32) * length
+        segment = Segment(is_step, first, first + rows, first * length, (first + rows) * length, length, bounds)
+        return triton_step.step_of(pool, segment)
+
+    assert chosen(pool, many) is triton_step.step
+    hopper = replace(properties(torch.device("cpu")), is_hopper=True)
+    monkeypatch.setattr(triton_step, "properties", lambda device: hopper)
+    for found in (pool, pool.bfloat16(), pool.half()):
+        assert chosen(found, many) is chosen(found, many + 1, first=3) is triton_ring.step
+    assert chosen(pool, many - 1, first=3) is triton_step.step
+    assert chosen(pool, many, length=2) is triton_step.step
+    assert chosen(pool, many, is_step=False) is triton_step.step
+    assert chosen(pool.double(), many) is triton_step.step
+    assert chosen(torch.empty(2, 2, 128, 64), many) is triton_step.step
+    assert chosen(torch.empty(2, 2, 2, 128, 128)[:, 0], many) is triton_step.step
