@@ -25,7 +25,7 @@ from deltaserve.ops.moe.api import route, sparse_moe
 
 LAYERS, QKVZ, VALUES, BA = 8, 12288, 4096, 64
 EPS = 1e-6
-INSIDE = "", " router's norm inside", " norms inside"
+INSIDE = "", " router's norm inside"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Ways:
 
     early: bool = True
     inside: int = 1
-    """Of one token: 0, 1 or 2 norms inside products."""
+    """Of one token: 0, 1 or 2 norms inside products; the second in the first layer alone, as experts leave rows."""
     ahead: bool = True
     """Whether products in matrix units bring their weights near."""
     pairs: int = 2
@@ -180,7 +180,7 @@ def ways_of(tokens: int) -> dict[str, Ways]:
     """By name. What is worth a comparison at one size is not at another."""
     found = {"": Ways(early=False), " early": Ways()}
     if tokens == 1:
-        return {f"{name}{INSIDE[i]}": replace(ways, inside=i) for name, ways in found.items() for i in range(3)}
+        return {f"{name}{INSIDE[i]}": replace(ways, inside=i) for name, ways in found.items() for i in range(2)}
     found[" early, no weights ahead"] = Ways(ahead=False)
     if tokens <= 4:
         del found[""], found[" early, no weights ahead"]
