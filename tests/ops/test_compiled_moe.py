@@ -140,6 +140,8 @@ def test_pairs(target: str) -> None:
             assert found.assembly.count("v4.b32") >= loads
     if target == "sm_90":
         assert 132 * programs_of(down) >= 2048 // 8 * 3, "programs of a second turn ask for their weights late"
+        before, _ = gate_up.assembly.split("griddepcontrol.launch_dependents")
+        assert "griddepcontrol.wait" in before, "`down` reads at once what is known when this kernel has waited"
 
 
 @pytest.mark.parametrize("target", TARGETS)
