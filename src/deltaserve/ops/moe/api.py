@@ -53,8 +53,8 @@ def sparse_moe(
     scores       [T, E + 1]    any float      the router's output: one column per expert, then the shared one's gate
     w13, w2, w13_scale, w2_scale              as `experts`, of E experts, or of E + 1: the last is then the shared one
     ready        -             -              x quantised already, if it is and the weights are
-    adds_up      -             -              if not, what is returned may be [T, K, D] of x's dtype or fp32: rows yet
-                                              to be summed, as `add_gemma_rms_norm` does
+    adds_up      -             -              if not, what is returned may be [T, G, D] of x's dtype or fp32: rows, of
+                                              one expert or several, yet to be summed, as `add_gemma_rms_norm` does
     shared       -             as x           of a shared expert that is apart: gate and up [2S, D], down [D, S]
     place        [T]           int64          of a padded step: below 0 for padding, whose output does not matter. A GPU
                                               sends it where the step's first tokens go, so that no further experts are
