@@ -62,6 +62,29 @@ def test_short_contexts_fill_a_step_together(monkeypatch: pytest.MonkeyPatch) ->
     assert max(seen) == 3 * 16
 
 
+@pytest.mark.parametrize("mixes", [False, True])
+def test_steps_of_both_kinds_are_run_where_there_will_be_some(mixes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(
+        device="cpu", max_model_len=64, max_num_seqs=5, max_num_batched_tokens=MOST, speculative_tokens="1"
+    )
+    engine = Engine(config, fill=0.0)
+    runner = engine.workers.runner
+    assert runner is not None
+    seen, inner = set(), runner.model.forward  # type: ignore[attr-defined]
+
+    def forward(token_ids_T: Tensor, context: ForwardContext) -> Tensor:
+        kinds = [(segment.is_step, segment.row_end - segment.row_start) for segment in context.layout.segments]
+        if len(kinds) > 1:
+            assert kinds[1] == (False, 1)
+            seen.add((kinds[0], context.layout.segments[0].max_len))
+        found: Tensor = inner(token_ids_T, context)
+        return found
+
+    monkeypatch.setattr(runner.model, "forward", forward)
+    WarmUp(runner, MOST, mixes)._all_sizes()
+    assert seen == ({((True, rows), length) for rows in (1, 2, 3, 4) for length in (1, 2)} if mixes else set())
+
+
 def test_few_layers_run_what_all_run(tmp_path: Path) -> None:
     """Shapes of layers, and of what they get from the one before: eight of 48 have all of the 80B's."""
     folder = write_checkpoint(tmp_path, tiny_config(num_hidden_layers=12), seed=0)

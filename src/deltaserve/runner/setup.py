@@ -64,7 +64,8 @@ def _measure(config: EngineConfig, blueprint: Blueprint, model: Model) -> Bluepr
         max_keep=blueprint.memory.max_keep,
     )
     runner = _runner(blueprint, model, trial, fill=0.0)
-    warm_up = WarmUp(runner, blueprint.max_num_batched_tokens)
+    mixes = config.enforce_eager or blueprint.dtype == torch.float64
+    warm_up = WarmUp(runner, blueprint.max_num_batched_tokens, mixes)
     if blueprint.dtype != torch.float64:
         warm_up.compile()
     begin = time.perf_counter()

@@ -46,9 +46,10 @@ def step_sizes(most: int) -> list[int]:
 class WarmUp:
     """Drives a runner through steps that nobody asked for."""
 
-    def __init__(self, runner: Runner, max_tokens: int) -> None:
-        """`max_tokens`: of one step."""
+    def __init__(self, runner: Runner, max_tokens: int, mixes: bool = False) -> None:
+        """`max_tokens`: of one step. `mixes`: steps hold rows that extend and prompts, as they do without graphs."""
         self._runner = runner
+        self._mixes = mixes
         self._max_tokens = min(max_tokens, len(runner.seats.num_blocks) * runner.seats.max_len)
 
     def compile(self) -> None:
@@ -81,6 +82,8 @@ class WarmUp:
         for rows in step_sizes(min(seats, longest)):
             self._prefill(np.full(rows, min(longest // rows, self._runner.seats.max_len)))
             self._decode(rows)
+            if self._mixes and rows < seats and rows + 1 < longest:
+                self._decode(rows, beside=2)
         if self._runner.guesser is not None:
             self._most_entries()
 
@@ -109,20 +112,21 @@ class WarmUp:
             num_decode=0,
         )
 
-    def _decode(self, rows: int) -> Tensor:
-        """`rows` rows of every length that extends; the logits of the last."""
-        runner = self._runner
-        self._own_blocks(rows, 1)
-        seats, zeros = np.arange(rows), np.zeros(rows, dtype=np.int64)
+    def _decode(self, rows: int, beside: int = 0) -> Tensor:
+        """`rows` rows of every length that extends, beside a prompt of so many tokens; the logits of the last."""
+        runner, count = self._runner, rows + (beside > 0)
+        self._own_blocks(count, max(1, beside))
+        seats, zeros = np.arange(count), np.zeros(count, dtype=np.int64)
         for length in range(1, 1 + runner.inputs.recent.shape[1]):
+            counts = np.where(seats < rows, length, beside)
             numbers = Numbers(
                 seats=seats,
                 starts=zeros,
-                counts=zeros + length,
-                num_guesses=zeros + length - 1,
+                counts=counts,
+                num_guesses=np.where(seats < rows, length - 1, 0),
                 read_slot=zeros - 1,
-                write_slot=np.full(rows * length, -1),
-                row_starts=np.arange(rows + 1) * length,
+                write_slot=np.full(int(counts.sum()), -1),
+                row_starts=np.concatenate(([0], counts.cumsum())),
                 sampling=seats,
                 num_decode=rows,
             )
