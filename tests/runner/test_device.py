@@ -43,11 +43,11 @@ def test_gpu_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bfloat16_that_a_gpu_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old Card")
     with pytest.raises(ValueError, match=r"bfloat16.*Old Card.*take float16"):
         choose_dtype("auto", torch.device("cuda"), "bfloat16")
+    assert choose_dtype("auto", torch.device("cuda"), "bfloat16", is_here=False) == torch.bfloat16
 
 
 def write(folder: Path, **files: object) -> None:

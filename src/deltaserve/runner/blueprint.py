@@ -60,7 +60,7 @@ class Blueprint:
             name, content = str(path), load_config_json(path)
         model = ModelConfig.from_hf(content)
         device = choose_device(config.device) if gpu_memory is None else GPU
-        dtype = choose_dtype(config.dtype, device, model.checkpoint_dtype)
+        dtype = choose_dtype(config.dtype, device, model.checkpoint_dtype, is_here=gpu_memory is None)
         state = state_dtype(config.state_dtype)
         num_guesses = _num_guesses(config.speculative_tokens, None if is_random else path, device)
         config.refuse_pretence(is_random, num_guesses)

@@ -34,15 +34,15 @@ def choose_device(name: str) -> torch.device:
     raise ValueError(f"device is {name}, but this machine has no GPU that torch {torch.__version__} can use; take cpu")
 
 
-def choose_dtype(name: str, device: torch.device, checkpoint_dtype: str) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device, checkpoint_dtype: str, is_here: bool = True) -> torch.dtype:
     """`auto` is the checkpoint's dtype on a GPU and float32 on a CPU, whose units compute nothing faster in less.
 
-    Raises ValueError for a dtype that the GPU has no arithmetic for.
+    Raises ValueError for a dtype that the GPU has no arithmetic for; nobody is asked of a GPU that is not here.
     """
     if name == "auto":
         name = "float32" if device.type == "cpu" else checkpoint_dtype
-    is_there = device.type == "cuda" and torch.cuda.is_available()
-    if name == "bfloat16" and is_there and not torch.cuda.is_bf16_supported(including_emulation=False):
+    is_gpu = device.type == "cuda" and is_here
+    if name == "bfloat16" and is_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(f"dtype is bfloat16, which {torch.cuda.get_device_name(device)} cannot compute; take float16")
     return _DTYPES[name]
 
