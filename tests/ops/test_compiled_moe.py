@@ -73,6 +73,7 @@ def test_groups(target: str, quantized: bool) -> None:
                 # As many share a multiprocessor as shared memory lets, or two.
                 by_memory = (228 << 10) // (found.shared + 1024)
                 assert programs_of(found, warps) >= min(2, by_memory)
+                assert found.registers <= (255 if full else 200)
 
 
 def test_warps_have_roles_where_experts_have_many_pairs() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from torch import Tensor
 
-from deltaserve.config import EngineConfig
+from deltaserve.config import DType, EngineConfig
 from deltaserve.engine.engine import Engine
 from deltaserve.layers.context import ForwardContext
+from deltaserve.ops.layout import Layout
+from deltaserve.runner import setup
+from deltaserve.runner.runner import Runner
 from deltaserve.runner.warmup import WarmUp
 from tests.models.factory import tiny_config, write_checkpoint
 
@@ -39,6 +43,18 @@ def test_the_mtp_layer_sees_every_size_and_one_more(max_num_seqs: int, monkeypat
     assert rows == {(row, length) for row in range(1, max_num_seqs + 1) for length in (1, 2, 3)}
 
 
+def watch(runner: Runner, see: Callable[[int, Layout], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shows the tokens of every forward pass, and how they are laid out."""
+    inner = runner.model.forward  # type: ignore[attr-defined]
+
+    def forward(token_ids_T: Tensor, context: ForwardContext) -> Tensor:
+        see(len(token_ids_T), context.layout)
+        found: Tensor = inner(token_ids_T, context)
+        return found
+
+    monkeypatch.setattr(runner.model, "forward", forward)
+
+
 def test_short_contexts_fill_a_step_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several prompts of the longest context make the largest step, where one cannot."""
     config = EngineConfig(
@@ -47,15 +63,13 @@ def test_short_contexts_fill_a_step_together(monkeypatch: pytest.MonkeyPatch) ->
     engine = Engine(config, fill=0.0)
     runner = engine.workers.runner
     assert runner is not None
-    seen, inner = set(), runner.model.forward  # type: ignore[attr-defined]
+    seen = set()
 
-    def forward(token_ids_T: Tensor, context: ForwardContext) -> Tensor:
-        assert int(context.layout.position.max()) < 16
-        seen.add(len(token_ids_T))
-        found: Tensor = inner(token_ids_T, context)
-        return found
+    def see(tokens: int, layout: Layout) -> None:
+        assert int(layout.position.max()) < 16
+        seen.add(tokens)
 
-    monkeypatch.setattr(runner.model, "forward", forward)
+    watch(runner, see, monkeypatch)
     WarmUp(runner, MOST)._all_sizes()
     assert seen >= {1, 2, 16, 17, 32, 33, MOST}
     WarmUp(runner, 1000)._all_sizes()
@@ -70,19 +84,39 @@ def test_steps_of_both_kinds_are_run_where_there_will_be_some(mixes: bool, monke
     engine = Engine(config, fill=0.0)
     runner = engine.workers.runner
     assert runner is not None
-    seen, inner = set(), runner.model.forward  # type: ignore[attr-defined]
+    seen = set()
 
-    def forward(token_ids_T: Tensor, context: ForwardContext) -> Tensor:
-        kinds = [(segment.is_step, segment.row_end - segment.row_start) for segment in context.layout.segments]
+    def see(tokens: int, layout: Layout) -> None:
+        kinds = [(segment.is_step, segment.row_end - segment.row_start) for segment in layout.segments]
         if len(kinds) > 1:
             assert kinds[1] == (False, 1)
-            seen.add((kinds[0], context.layout.segments[0].max_len))
-        found: Tensor = inner(token_ids_T, context)
-        return found
+            seen.add((kinds[0], layout.segments[0].max_len))
 
-    monkeypatch.setattr(runner.model, "forward", forward)
+    watch(runner, see, monkeypatch)
     WarmUp(runner, MOST, mixes)._all_sizes()
     assert seen == ({((True, rows), length) for rows in (1, 2, 3, 4) for length in (1, 2)} if mixes else set())
+
+
+@pytest.mark.parametrize(
+    ("eager", "dtype", "mixes"), [(0, "float32", False), (1, "float32", True), (0, "float64", True)]
+)
+def test_steps_are_mixed_where_nothing_is_recorded(
+    eager: int, dtype: DType, mixes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AskedError(Exception):
+        pass
+
+    def warm_up(_runner: Runner, _max_tokens: int, mixes: bool = False) -> None:
+        raise AskedError(mixes)
+
+    monkeypatch.setattr(setup, "WarmUp", warm_up)
+    config = EngineConfig(device="cpu", dtype=dtype, enforce_eager=bool(eager), num_blocks=4, max_num_seqs=2)
+    engine = Engine(config, fill=0.0)
+    assert engine.workers.runner is not None
+    with pytest.raises(AskedError) as asked:
+        setup._measure(config, engine.blueprint, engine.workers.runner.model)
+    assert asked.value.args == (mixes,)
+    engine.close()
 
 
 def test_few_layers_run_what_all_run(tmp_path: Path) -> None:
